@@ -82,6 +82,12 @@ def test_every_key_that_a_table_reads_has_its_type_and_range(written, name):
         ("granite_swa", "attention__sliding_window_pattern", None),
         ("granite_swa", "attention__rope_pattern", array(BOOL, [True, False])),
         ("cohere2moe", "expert_shared_feed_forward_length", scalar(UINT32, 32)),
+        # As many as there are blocks, in llama.cpp too.
+        *(("qwen35", "attention__recurrent_layers", array(BOOL, [True] * count)) for count in (2, 4)),
+        ("qwen35", "ssm__time_step_rank", scalar(UINT32, 5)),
+        ("qwen35", "ssm__group_count", scalar(UINT32, 4)),
+        ("qwen35", "ssm__inner_size", scalar(UINT32, 100)),
+        ("qwen35", "rope__dimension_sections", array(UINT32, [1, 1, 1, 1])),
         # All layers, more than all, and one that is no predictor.
         *(("glm4moe", "nextn_predict_layers", scalar(UINT32, count)) for count in (3, 4, 1)),
         ("nemotron_h_moe", "nextn_predict_layers", scalar(UINT32, 99)),

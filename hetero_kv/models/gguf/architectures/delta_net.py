@@ -46,24 +46,28 @@ def _qwen35(metadata: MetadataReader, settings: ConfigSettings) -> None:
 
 
 def _put_delta_net(metadata: MetadataReader, settings: ConfigSettings, *, axes: bool) -> None:
+    blocks = settings["num_hidden_layers"]
     put_layers_without_predictors(metadata, settings)
     put_heads(metadata, settings)
     put_rope(metadata, settings, partial=True, axes=axes)
-    layers = settings["num_hidden_layers"]
     interval = metadata.scalar(INTERVAL, 4)
-    recurrent = metadata.get(RECURRENT, tuple((layer + 1) % interval != 0 for layer in range(layers)))[:layers]
-    if len(recurrent) != layers:
-        raise metadata.unsupported(RECURRENT, f"has not one value for each of {layers} layers")
-    kinds = ["linear_attention" if each else "full_attention" for each in recurrent]
+    recurrent = metadata.get(RECURRENT, tuple((block + 1) % interval != 0 for block in range(blocks)))
+    if len(recurrent) != blocks:
+        raise metadata.unsupported(RECURRENT, f"has not one value for each of {blocks} blocks")
+    kinds = ["linear_attention" if each else "full_attention" for each in recurrent[: settings["num_hidden_layers"]]]
     settings.put("layer_types", kinds, RECURRENT)
     settings.copy("linear_conv_kernel_dim", "ssm.conv_kernel")
     settings.copy("linear_key_head_dim", "ssm.state_size")
     settings.copy("linear_num_key_heads", "ssm.group_count")
     settings.copy("linear_num_value_heads", "ssm.time_step_rank")
-    heads = settings["linear_num_value_heads"]
+    heads, groups = settings["linear_num_value_heads"], settings["linear_num_key_heads"]
     inner = metadata.scalar("ssm.inner_size", heads * settings["linear_key_head_dim"])
-    if inner % heads or heads % settings["linear_num_key_heads"]:
-        raise metadata.unsupported("ssm.inner_size", f"does not fit {heads} value heads")
+    for suffix, value, by, part in (
+        ("ssm.time_step_rank", heads, "ssm.group_count", groups),
+        ("ssm.inner_size", inner, "ssm.time_step_rank", heads),
+    ):
+        if value % part:
+            raise metadata.unsupported(suffix, f"is no multiple of the {part} of {metadata.key(by)}")
     settings.put("linear_value_head_dim", inner // heads, "ssm.inner_size")
     settings.put("attention_bias", metadata.has_tensor("attn_q.bias"))
 
