@@ -74,7 +74,7 @@ def merge_queries_keys_and_values(layout):
     layout.move_together()
 
 
-@pytest.mark.parametrize("name", ["llama: biases", "chatglm", "mimo2"])
+@pytest.mark.parametrize("name", ["llama: biases", "chatglm", "mimo2", "qwen35"])
 @pytest.mark.parametrize("kind", [None, GGMLQuantizationType.Q8_0], ids=["F32", "Q8_0"])
 def test_merged_queries_keys_and_values_are_separated(written, tmp_path, name, kind):
     file = written(name, kind)
