@@ -45,7 +45,7 @@ STREAMS = ("gemma3n", "gemma3n: keys of other layers")
 #: Layers attend to tokens that they choose.
 OTHER_ATTENTION = {"deepseek32": "indexed", "glm-dsa": "indexed"}
 #: One of each way in which layers differ; the others are slow.
-QUICK = ("llama: biases", "qwen3moe", "gemma3", "gpt-oss", "lfm2", "falcon-h1", "nemotron_h_moe", "mamba")
+QUICK = ("llama: biases", "qwen3moe", "gemma3", "gpt-oss", "lfm2", "falcon-h1", "nemotron_h_moe", "mamba", "qwen35")
 UNDER_RULES = [
     name if name in QUICK else pytest.param(name, marks=pytest.mark.slow)
     for name in VARIANTS
