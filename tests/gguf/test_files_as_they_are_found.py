@@ -42,6 +42,18 @@ def test_blocks_that_predict_further_tokens_are_left_out_with_a_warning(written,
     assert f"blocks that predict further tokens are left out: {layers}" in caplog.text
 
 
+def test_a_file_of_blocks_that_predict_further_tokens_alone_is_refused_as_such(written, tmp_path):
+    layout = Layout.of(written("qwen35").path)
+    layout.tensors = [each for each in layout.tensors if not each.name.startswith(("blk.0.", "blk.1."))]
+    layout.move_together()
+    layout.put("qwen35.nextn_predict_layers", scalar(UINT32, 1))
+    layout.write(tmp_path / "alone.gguf")
+    with pytest.raises(
+        ModelError, match=r"alone\.gguf' has no layers, only blocks that predict further tokens; give the file of the"
+    ):
+        load_model(tmp_path / "alone.gguf")
+
+
 def test_a_vocabulary_with_fewer_tokens_than_the_embedding_has_rows(written, tmp_path):
     file = written("llama")
     layout, rows = Layout.of(file.path), 64

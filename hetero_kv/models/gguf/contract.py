@@ -19,6 +19,7 @@ from hetero_kv.models.gguf.header import (
     GGUFTensorEntry,
     MalformedHeaderError,
     MetadataValue,
+    PartOfModelError,
 )
 from hetero_kv.models.gguf.metadata_ranges import IntegerRange, check_finite, check_integer, check_values, shown_entry
 from hetero_kv.weights.tensor_types import BLOCK_SIZES
@@ -68,7 +69,10 @@ def alignment(metadata: Mapping[str, MetadataValue]) -> int:
 
 
 def check_blocks(metadata: Mapping[str, MetadataValue], tensors: Iterable[NamedTensor]) -> None:
-    """Raise MalformedHeaderError unless the file has the tensors of as many blocks as its metadata say."""
+    """Raise MalformedHeaderError unless the file has the tensors of as many blocks as its metadata say.
+
+    PartOfModelError: it has only those that predict further tokens, as files of them alone do.
+    """
     entry = metadata.get("general.architecture")
     prefix = "" if entry is None else entry.value.decode()
     count = metadata.get(f"{prefix}.block_count")
@@ -83,6 +87,8 @@ def check_blocks(metadata: Mapping[str, MetadataValue], tensors: Iterable[NamedT
             f"{count.value:,}"
         )
     numbers = {int(match[1]) for tensor in tensors if (match := BLOCK.match(tensor.name))}
+    if numbers and count.value - left_out <= min(numbers) and max(numbers) < count.value:
+        raise PartOfModelError("no layers, only blocks that predict further tokens")
     wrong = max(numbers, default=0) >= count.value or len(numbers) < count.value - left_out
     if numbers and wrong:
         raise MalformedHeaderError(

@@ -30,6 +30,7 @@ from hetero_kv.models.gguf.header import (
     HeaderCursor,
     MalformedHeaderError,
     MetadataValue,
+    PartOfModelError,
     UnknownTypeError,
 )
 from hetero_kv.models.gguf.split_files import check_parts, part_count, part_paths
@@ -193,6 +194,8 @@ def _damage_of(path: Path, state: FileState) -> Iterator[None]:
         raise ModelError(
             f"{str(path)!r}: {error}; give a file in another quantization, or install a newer version of gguf"
         ) from error
+    except PartOfModelError as error:
+        raise ModelError(f"{str(path)!r} has {error}; give the file of the model itself") from error
     except _DAMAGE as error:
         what = error if isinstance(error, MalformedHeaderError) else "it ends too early, or has text that is not UTF-8"
         raise ModelError(

@@ -44,6 +44,10 @@ class UnknownTypeError(MalformedHeaderError):
     """A tensor of a type that this version cannot read; the file may be sound."""
 
 
+class PartOfModelError(MalformedHeaderError):
+    """A sound file of another part of a model than the one that computes; the message says which."""
+
+
 @dataclass(frozen=True)
 class MetadataValue:
     """One metadata entry: `types` is (type,) or (ARRAY, element type); strings are left as UTF-8 bytes."""
