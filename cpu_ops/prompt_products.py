@@ -1,7 +1,8 @@
 """Products of a prompt's rows with a packed matrix, by int8 codes, from and to the model's dtype.
 
-All threads quantize some rows, then each multiplies them with its tiles, while the codes are in a cache. Nothing of the
-prompt's size is written besides the products. A row's result is that of `quantized_linear.multiply`, rounded.
+All threads quantize some rows, then each multiplies them with some tiles after others, while the codes are in a cache:
+a core that another program disturbs, or a slower one, takes fewer. Nothing of the prompt's size is written besides the
+products. A row's result is that of `quantized_linear.multiply`, rounded.
 """
 
 from functools import cache
@@ -11,6 +12,7 @@ import numpy as np
 from numba import njit, types
 
 from hetero_kv.cpu_ops.activations import quantize_rows
+from hetero_kv.cpu_ops.atomics import add_atomic
 from hetero_kv.cpu_ops.bfloat16_bits import NUMBERS, rounded
 from hetero_kv.cpu_ops.code_version import CODE_VERSION
 from hetero_kv.cpu_ops.fused_layer_parts import widened
@@ -23,6 +25,8 @@ from hetero_kv.cpu_ops.weight_formats import GROUP, TILE
 
 # Rows whose codes are in memory at a time.
 _ROWS_AT_ONCE = 256
+# Shares of the tiles for each thread.
+_SHARES = 8
 _REAL1 = types.Array(types.float32, 1, "C")
 _REAL2, _CODES2, _SUMS2 = (types.Array(kind, 2, "C") for kind in (types.float32, types.int8, types.int32))
 
@@ -61,10 +65,10 @@ def _code_arguments(dtype: str) -> tuple[Any, ...]:
 
 @region_arguments("prompt products")
 def _product_arguments(dtype: str) -> tuple[Any, ...]:
-    """(address of the weights, tiles, addresses of the kernels for one row and for several, rows of a pass, codes,
-    scales, sums, bias, out); bias is empty for none."""
-    integer = types.int64
-    return *[integer] * 5, _CODES2, _REAL2, _SUMS2, _REAL1, types.Array(NUMBERS[dtype], 2, "C")
+    """(address of the weights, tiles, addresses of the kernels for one row and for several, rows of a pass, number of
+    shares taken so far [1], codes, scales, sums, bias, out); bias is empty for none."""
+    integer, out = types.int64, types.Array(NUMBERS[dtype], 2, "C")
+    return *[integer] * 5, types.Array(integer, 1, "C"), _CODES2, _REAL2, _SUMS2, _REAL1, out
 
 
 @cache
@@ -90,28 +94,31 @@ def _product_region(dtype: str) -> int:
 
     @njit(REGION, cache=True, nogil=True, error_model="numpy")
     def products(thread, threads, arguments):
-        weights, tiles, one, several, per_pass, codes, scales, sums, bias, out = arguments_at(
+        weights, tiles, one, several, per_pass, taken, codes, scales, sums, bias, out = arguments_at(
             "prompt products", dtype, arguments
         )
         rows, columns = codes.shape
-        first, end = tiles * thread // threads, tiles * (thread + 1) // threads
-        ahead = first * TILE
-        width, count = (end - first) * TILE, min(end * TILE, out.shape[1]) - ahead
+        share = max(1, tiles // (_SHARES * threads))
         together = rows_in_cache(columns, per_pass)
-        results = np.empty((together, width), np.float32)
-        for start in range(0, rows, together):
-            stop = min(start + together, rows)
-            multiply_tiles(
-                weights, one, several, per_pass, codes[start:stop], scales[start:stop], sums[start:stop],
-                results[: stop - start], -ahead, first, end,
-            )  # fmt: skip
-            for row in range(start, stop):
-                numbers, target = results[row - start], out[row, ahead : ahead + count]
-                if bias.size:
+        results = np.empty((together, share * TILE), np.float32)
+        first = (add_atomic(taken.ctypes.data, 1) - 1) * share
+        while first < tiles:
+            end, ahead = min(first + share, tiles), first * TILE
+            count = min(end * TILE, out.shape[1]) - ahead
+            for start in range(0, rows, together):
+                stop = min(start + together, rows)
+                multiply_tiles(
+                    weights, one, several, per_pass, codes[start:stop], scales[start:stop], sums[start:stop],
+                    results[: stop - start], -ahead, first, end,
+                )  # fmt: skip
+                for row in range(start, stop):
+                    numbers, target = results[row - start], out[row, ahead : ahead + count]
+                    if bias.size:
+                        for i in range(count):
+                            numbers[i] += bias[ahead + i]
                     for i in range(count):
-                        numbers[i] += bias[ahead + i]
-                for i in range(count):
-                    target[i] = rounded(out, numbers[i])
+                        target[i] = rounded(out, numbers[i])
+            first = (add_atomic(taken.ctypes.data, 1) - 1) * share
         return np.int64(0 * code_version)
 
     return address_of(products)
@@ -134,7 +141,8 @@ def _multiplier(dtype: str) -> Any:
             stop = min(start + most, rows)
             codes, scales, sums = all_codes[: stop - start], all_scales[: stop - start], all_sums[: stop - start]
             run_region("prompt codes", dtype, run, quantize, threads, (x[start:stop], codes, scales, sums))
-            region_args = weights, tiles, one, several, per_pass, codes, scales, sums, bias, out[start:stop]
+            taken = np.zeros(1, np.int64)
+            region_args = weights, tiles, one, several, per_pass, taken, codes, scales, sums, bias, out[start:stop]
             run_region("prompt products", dtype, run, products, threads, region_args)
 
     return multiply

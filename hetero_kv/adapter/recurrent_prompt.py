@@ -24,6 +24,9 @@ from hetero_kv.cpu_ops.threads import at_most, one_kernel_at_a_time
 from hetero_kv.engine.recurrent_state import is_state, named_states, state_layer
 from hetero_kv.weights.kernel_arrays import ARRAY_DTYPES, NAMES, bits
 
+#: Tokens whose projections are joined at a time: they stay in the CPU's caches.
+_TOKENS_AT_ONCE = 512
+
 
 class MixerForward(ABC):
     """A recurrent mixer's forward: the module's own projections, and kernels between them.
@@ -142,6 +145,10 @@ class DeltaNetPrompt(MixerForward):
 
     def __call__(self, hidden_states: torch.Tensor, layer: Any, is_prompt: bool) -> torch.Tensor:
         """See `MixerForward`."""
+        parts = -(-hidden_states.shape[1] // _TOKENS_AT_ONCE)
+        if parts > 1:
+            outputs = [self(part, layer, is_prompt) for part in hidden_states.tensor_split(parts, dim=1)]
+            return torch.cat(outputs, dim=1)
         inputs = torch.cat([projection(hidden_states) for projection in self._projections], dim=-1)
         inputs = (inputs if self._columns is None else inputs[..., self._columns]).detach().contiguous()
         mixer, batch, dtype = self._mixer, len(inputs), inputs.dtype
