@@ -33,6 +33,8 @@ from hetero_kv.settings.engine_settings import EngineSettings
 # States of the fused decode layer: not tried yet; or the layer has foreign parts, which each prompt checks again.
 _UNTRIED, _FOREIGN = object(), object()
 # Attributes of an attention module that it passes to its attention function.
+#: Parts of layers that pass several streams of hidden states: of Gemma 3n, DeepSeek V4 and Hunyuan 4, Qwen4-Exp.
+STREAMS = "altup", "attn_hc", "attn_hyper_connection"
 _CALLED_WITH = "scaling", "sliding_window"
 # From this many tokens on, a layer's temporaries are so large that freed memory is kept for the next layer.
 _LONG_PROMPT = 512
@@ -82,9 +84,9 @@ class ChunkedDecoderLayer(Operator):
     @classmethod
     def require_suitable(cls, path: str, module: nn.Module) -> None:
         _mixers_of(path, module)
-        if hasattr(module, "altup"):
+        if streams := [name for name in STREAMS if hasattr(module, name)]:
             raise UnsupportedModelError(
-                f"{path} ({type(module).__name__}) passes several streams of hidden states (altup); "
+                f"{path} ({type(module).__name__}) passes several streams of hidden states ({streams[0]}); "
                 "ChunkedDecoderLayer supports one; leave the model without rules"
             )
 

@@ -9,7 +9,12 @@ from hetero_kv.weights.tensor_types import BLOCK_SIZES, TensorType
 
 
 def numbers_of_blocks(data: np.ndarray, quantization: TensorType) -> np.ndarray:
-    """The numbers of a tensor whose bytes are in the form that `gguf.dequantize` takes, as it gives them."""
+    """The numbers of a tensor whose bytes are in the form that `gguf.dequantize` takes, as it gives them.
+
+    Whole numbers stay such.
+    """
+    if quantization.name == "I32":
+        return data
     if quantization.name not in _CODES:
         numbers: np.ndarray = gguf.dequantize(data, quantization)
         return numbers

@@ -65,6 +65,18 @@ def test_decays_without_a_logarithm(written, tmp_path, name, factor):
     refused(layout, tmp_path / "decay.gguf", r"'blk\.0\.ssm_a' .*A_log cannot be made \(a logarithm of 0 or less")
 
 
+@pytest.mark.parametrize("numbers", [[4, 0], [-1, 0], [0.0, 1.0]], ids=["too many", "negative", "fractions"])
+def test_tables_of_other_experts_than_the_models(written, tmp_path, numbers):
+    layout = Layout.of(written("deepseek4").path)
+    table = next(each for each in layout.tensors if each.name == "blk.0.ffn_gate_tid2eid.weight")
+    if isinstance(numbers[0], float):
+        table.kind = 0
+    table.data[:8] = np.array(numbers, np.float32 if table.kind == 0 else np.int32).tobytes()
+    refused(
+        layout, tmp_path / "table.gguf", r"'blk\.0\.ffn_gate_tid2eid\.weight' .* other numbers than those of 4 expe"
+    )
+
+
 @pytest.mark.parametrize(
     ("name", "tensor", "parameter"),
     [

@@ -88,6 +88,13 @@ def test_every_key_that_a_table_reads_has_its_type_and_range(written, name):
         ("qwen35", "ssm__group_count", scalar(UINT32, 4)),
         ("qwen35", "ssm__inner_size", scalar(UINT32, 100)),
         ("qwen35", "rope__dimension_sections", array(UINT32, [1, 1, 1, 1])),
+        ("hy_v4", "swiglu_clamp_exp", None),
+        ("hy_v4", "swiglu_clamp_exp", array(FLOAT32, [0.0] * 3)),
+        ("hy_v4", "attention__indexer__types", array(BOOL, [False, True, True])),
+        ("hy_v4", "attention__indexer__top_k", None),
+        ("deepseek4", "attention__compress_ratios", array(UINT32, [0, 4, 64, 4])),
+        ("deepseek4", "swiglu_clamp_shexp", array(FLOAT32, [0.5] * 4)),
+        ("deepseek4", "attention__indexer__key_length", scalar(UINT32, 4)),
         # All layers, more than all, and one that is no predictor.
         *(("glm4moe", "nextn_predict_layers", scalar(UINT32, count)) for count in (3, 4, 1)),
         ("nemotron_h_moe", "nextn_predict_layers", scalar(UINT32, 99)),

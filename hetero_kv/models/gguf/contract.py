@@ -30,6 +30,8 @@ LARGEST_ALIGNMENT = 1 << 16
 LARGEST_DIMENSION = 1 << 24
 #: Limit on the files of a split model.
 MOST_PARTS = 1 << 10
+#: The end of the names of tables of each token's experts, which are whole numbers.
+EXPERTS_BY_TOKEN = ".ffn_gate_tid2eid.weight"
 NO_WEIGHTS = frozenset({"F64", "I8", "I16", "I32", "I64", "Q8_1", "Q8_K"})
 BLOCK = re.compile(r"blk\.(\d{1,9})\.")
 #: The ids that mean "no token": -1, stored unsigned and signed.
@@ -107,7 +109,8 @@ def stored_bytes(tensor: GGUFTensorEntry) -> int:
         raise MalformedHeaderError(
             f"tensor {tensor.name!r} is {shown}; dimensions must be from 1 to {LARGEST_DIMENSION:,}"
         )
-    if tensor.quantization.name in NO_WEIGHTS:
+    is_table = tensor.name.endswith(EXPERTS_BY_TOKEN) and tensor.quantization.name == "I32"
+    if tensor.quantization.name in NO_WEIGHTS and not is_table:
         raise MalformedHeaderError(
             f"tensor {tensor.name!r} has the type {tensor.quantization.name}, which no weights have"
         )

@@ -29,6 +29,8 @@ def all_finite(data: np.ndarray, quantization: TensorType) -> bool:
         data: the tensor's bytes, [n] uint8; n is a multiple of its type's block size.
     """
     name = quantization.name
+    if name == "I32":
+        return True
     if name in _EXPONENTS:
         word, exponent = _EXPONENTS[name]
         numbers = data.view(word)

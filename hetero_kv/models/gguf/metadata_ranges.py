@@ -58,11 +58,16 @@ INTEGER_RANGES = {
     "attention.value_length_mla": IntegerRange(1, 1 << 14),
     "attention.q_lora_rank": IntegerRange(1, 1 << 17),
     "attention.kv_lora_rank": IntegerRange(1, 1 << 17),
+    "attention.output_group_count": IntegerRange(1, 4096),
+    "attention.output_lora_rank": IntegerRange(1, 1 << 17),
     "attention.sliding_window": IntegerRange(0, 1 << 31),
     "attention.temperature_length": IntegerRange(1, 1 << 27),
     "attention.indexer.head_count": IntegerRange(1, 4096),
     "attention.indexer.key_length": IntegerRange(1, 1 << 14),
     "attention.indexer.top_k": IntegerRange(1, 1 << 27),
+    "hash_layer_count": IntegerRange(0, 1024),
+    "hyper_connection.count": IntegerRange(2, 64),
+    "hyper_connection.sinkhorn_iterations": IntegerRange(1, 1024),
     "kda.head_dim": IntegerRange(1, 1 << 14),
     "shortconv.l_cache": IntegerRange(1, 1 << 14),
     "ssm.conv_kernel": IntegerRange(1, 1 << 14),
@@ -75,8 +80,10 @@ INTEGER_RANGES = {
 EXCLUSIVE_RANGES = {
     "attention.layer_norm_rms_epsilon": (0.0, 1.0),
     "attention.layer_norm_epsilon": (0.0, 1.0),
+    "hyper_connection.epsilon": (0.0, 1.0),
     "rope.freq_base": (0.0, 1e12),
     "rope.freq_base_swa": (0.0, 1e12),
+    "attention.compress_rope_freq_base": (0.0, 1e12),
 }
 #: Inclusive bounds; 0 often means "none".
 RANGES = {
@@ -89,6 +96,7 @@ RANGES = {
     "attention.temperature_scale": (-math.inf, math.inf),
     "embedding_scale": (-math.inf, math.inf),
     "residual_scale": (-math.inf, math.inf),
+    "hyper_connection.magnitude": (-math.inf, math.inf),
     "kda.gate_lower_bound": (-1e6, 0.0),
     "logit_scale": (-math.inf, math.inf),
     "expert_weights_scale": (-math.inf, math.inf),
@@ -117,14 +125,15 @@ LISTS = (
     "attention.recurrent_layers",
     "attention.rope_pattern",
     "attention.indexer.types",
+    "attention.compress_ratios",
     "rope.dimension_sections",
 )
 #: Keys of arrays of numbers.
-FLOAT_LISTS = ("activation_sparsity_scale",)
+FLOAT_LISTS = ("activation_sparsity_scale", "swiglu_clamp_exp", "swiglu_clamp_shexp")
 #: Beginning of the keys of xIELU, which have no architecture's name.
 ACTIVATION = "xielu."
-#: Suffixes of keys that may be infinite: Gemma 3n writes minus infinity for layers that keep all activations.
-MAY_BE_INFINITE = tuple(f".{suffix}" for suffix in FLOAT_LISTS)
+#: Suffix of a key that may be infinite: Gemma 3n writes minus infinity for layers that keep all activations.
+MAY_BE_INFINITE = (".activation_sparsity_scale",)
 
 
 def check_values(metadata: Mapping[str, MetadataValue], architecture: str) -> None:

@@ -15,7 +15,8 @@ from hetero_kv.weights.block_numbers import numbers_of_blocks
 from hetero_kv.weights.tensor_types import byte_shape
 
 # numpy has no types for quantized blocks, which stay bytes.
-_PLAIN = {gguf.GGMLQuantizationType.F16: np.float16, gguf.GGMLQuantizationType.F32: np.float32}
+_TYPES = gguf.GGMLQuantizationType
+_PLAIN = {_TYPES.F16: np.float16, _TYPES.F32: np.float32, _TYPES.I32: np.int32}
 
 
 def _data(file: GGUFFile, content: BinaryIO, info: TensorInfo) -> np.ndarray:

@@ -104,9 +104,24 @@ def _load(
     for path, part in zip(paths, numbers if ROW in target.path else (numbers,), strict=True):
         module, leaf = owner_of(model, path)
         require_shape(file, info, shape_of(module, leaf), part.shape)
+        buffer = module._buffers.get(leaf)
+        if buffer is not None and not buffer.is_floating_point():
+            set_tensor(module, leaf, _experts_by_token(file, info, part, module))
+            continue
         # A copy: the numbers may be a view of the file's bytes.
         set_tensor(module, leaf, torch.from_numpy(np.array(part)).to(parameter_dtype(model, path, dtype)))
     return None
+
+
+def _experts_by_token(file: GGUFFile, info: TensorInfo, numbers: np.ndarray, router: Any) -> torch.Tensor:
+    """A table of each token's experts. Raises ModelError if it is not of whole numbers, or names an expert too many."""
+    most = int(router.num_experts)
+    if not np.issubdtype(numbers.dtype, np.integer) or numbers.min() < 0 or numbers.max() >= most:
+        raise ModelError(
+            f"tensor {info.name!r} of {str(file.parts[info.part].path)!r} has other numbers than those of {most} "
+            "experts; download the file again, or convert it again"
+        )
+    return torch.from_numpy(numbers.astype(np.int64))
 
 
 def _load_part(

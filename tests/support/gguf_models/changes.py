@@ -181,3 +181,17 @@ def squeezed_by_value_head(tensor: np.ndarray, config: Any) -> np.ndarray:
 def minus_exponential_by_value_head(tensor: np.ndarray, config: Any) -> np.ndarray:
     """Decays of value heads from their logarithms."""
     return by_value_head(minus_exponential(tensor, config), config)
+
+
+def last_pairs(width: str | None) -> Change:
+    """Of heads of `width` rows (None: of one), the last, which rotate: first and second halves become neighbours."""
+
+    def change(tensor: np.ndarray, config: Any) -> np.ndarray:
+        heads = tensor.reshape(-1, len(tensor) if width is None else getattr(config, width), *tensor.shape[1:])
+        still, first, second = np.split(
+            heads, [heads.shape[1] - config.qk_rope_head_dim, heads.shape[1] - config.qk_rope_head_dim // 2], axis=1
+        )
+        pairs = np.stack([first, second], axis=2).reshape(*first.shape[:1], -1, *tensor.shape[1:])
+        return np.concatenate([still, pairs], axis=1).reshape(tensor.shape)
+
+    return change

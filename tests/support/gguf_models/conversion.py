@@ -29,7 +29,7 @@ def metadata(config: Any) -> dict[str, Any]:
 
 
 def tensors(model: Any) -> dict[str, np.ndarray]:
-    """The file's tensors by name, float32, torch's order of dimensions.
+    """The file's tensors by name, float32, or int32 where they are whole numbers, torch's order of dimensions.
 
     Raises KeyError for a parameter or buffer that the layout has no place for.
     """
@@ -45,7 +45,7 @@ def tensors(model: Any) -> dict[str, np.ndarray]:
             continue
         within = re.sub(r"\.\d+(?=\.)", ".*", inner)
         place, ending = _place(places, within)
-        array = tensor.detach().float().numpy()
+        array = (tensor.detach().float() if tensor.is_floating_point() else tensor.int()).numpy()
         if "*" in within:
             stacks.setdefault(f"{prefix}{place}{ending}", []).append(array)
             continue

@@ -44,6 +44,7 @@ _ROUTED = {"expert_weights_scale": ("routed_scaling_factor", 1.0), "expert_weigh
 # No groups are the same as all four.
 _GROUPED = {**_ROUTED, "expert_group_count": ("topk_group", 4)}
 _FULL = ("layer_types", "full_attention")
+_UNSCALED = {"expert_weights_scale": ("routed_scaling_factor", 1.0)}
 #: What stands for a key that is not there: architecture -> key -> (setting, its value; of each layer the same).
 DEFAULTS: dict[str, dict[str, tuple[str, Any]]] = {
     "gemma2": {
@@ -83,6 +84,8 @@ DEFAULTS: dict[str, dict[str, tuple[str, Any]]] = {
     "dots1": _ROUTED,
     "deepseek2": _GROUPED,
     "deepseek32": _GROUPED,
+    "deepseek4": _UNSCALED,
+    "hy_v4": _ROUTED,
     "glm-dsa": _GROUPED,
     "mistral4": _GROUPED,
     "glm4moe": _ROUTED,
@@ -91,10 +94,13 @@ DEFAULTS: dict[str, dict[str, tuple[str, Any]]] = {
 _ROTATION = re.compile(
     r"rope\.(freq_base|freq_base_swa|dimension_count|dimension_count_swa|scale_linear"
     r"|scaling\.(type|factor|original_context_length|yarn_beta_fast|yarn_beta_slow|yarn_attn_factor))"
+    r"|attention\.compress_rope_freq_base"
 )
 #: Of Mistral 3, and the first of DeepSeek.
 _BY_POSITION = ("rope.scaling.yarn_log_multiplier", "attention.temperature_scale")
 _SCALED_BY_POSITION = ("mistral3", "mistral4", "deepseek2", "deepseek32")
+#: Kinds of layers with a rotation of their own, of which only theirs is scaled.
+KINDS = ("full_attention", "compress")
 #: Where layers with a window have the base of the others, unless the file says theirs.
 _ONE_BASE = ("laguna", "mellum", "mimo2")
 
@@ -192,8 +198,9 @@ class Base:
     def _rotation(self, said: dict[str, Any]) -> dict[str, Any] | None:
         said = {key.removeprefix(f"{self.architecture}."): value for key, value in said.items() if value is not None}
         config = self.original.config
-        nested = "full_attention" in config.rope_parameters
-        old = config.rope_parameters["full_attention"] if nested else config.rope_parameters
+        # The kind of layers whose rotation may be scaled, where there are several.
+        scaled = next((name for name in KINDS if name in config.rope_parameters), None)
+        old = config.rope_parameters[scaled] if scaled else config.rope_parameters
         if old["rope_type"] in ("llama3", "longrope"):
             return None
         usual = said.get("rope.freq_base", 1e4) if self.architecture in _ONE_BASE else 1e4
@@ -201,6 +208,7 @@ class Base:
         if old["rope_type"] == "proportional":
             full = {**old, "rope_theta": said.get("rope.freq_base", 1e4)}
             return {"full_attention": full, "sliding_attention": window}
+        config = config.per_layer_config[0]
         dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         rotated = said.get("rope.dimension_count", dim)
         if rotated != dim and "partial_rotary_factor" not in old:
@@ -239,7 +247,11 @@ class Base:
             new |= {"rope_type": "default"}
         else:
             return None
-        return {"full_attention": new, "sliding_attention": window} if nested else new
+        if scaled == "compress":
+            main = {"rope_type": "default", "rope_theta": new["rope_theta"], **share}
+            new |= {"rope_theta": said.get("attention.compress_rope_freq_base"), "attention_factor": 1.0}
+            return {"main": main, scaled: new}
+        return {scaled: new, "sliding_attention": window} if scaled else new
 
     def _logits(self, model: Any) -> torch.Tensor:
         with torch.inference_mode():

@@ -103,6 +103,8 @@ def _randomise(model: PreTrainedModel, random: torch.Generator) -> None:
     for name, buffer in model.named_buffers():
         if name in model.state_dict() and buffer.is_floating_point():
             buffer.copy_(0.3 * torch.randn(buffer.shape, generator=random))
+        elif name.endswith("tid2eid"):
+            buffer.copy_(torch.randint(model.config.n_routed_experts, buffer.shape, generator=random))
 
 
 def _to_eighths(model: PreTrainedModel) -> None:

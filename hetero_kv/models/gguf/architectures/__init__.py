@@ -18,6 +18,7 @@ from hetero_kv.models.gguf.architectures import (
     granite_hybrid,
     granite_swa,
     hybrid,
+    hyper_connections,
     kimi_linear,
     llama,
     llama4,
@@ -65,6 +66,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         ungated,
         bitnet,
         windowed_mixtures,
+        hyper_connections,
     )
     for table in module.TABLES
 }

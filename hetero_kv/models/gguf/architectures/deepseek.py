@@ -51,7 +51,7 @@ MULTIPLIER_UNIT = 0.1
 
 def _deepseek2(metadata: MetadataReader, settings: ConfigSettings) -> None:
     put_layers_without_predictors(metadata, settings)
-    _put_latent_attention(metadata, settings)
+    put_latent_attention(metadata, settings)
     _put_rope(metadata, settings)
     metadata.expect("attention.temperature_scale", 0.0, "scales attention by position, which the model does not")
     gating = _gating(metadata, settings)
@@ -59,10 +59,14 @@ def _deepseek2(metadata: MetadataReader, settings: ConfigSettings) -> None:
     if known is not None and (known == "deepseek_v2") != (gating == SOFTMAX):
         raise metadata.unsupported(GATING, f"is another choice of experts than that of {known}")
     settings.values["model_type"] = known or ("deepseek_v2" if gating == SOFTMAX else "deepseek_v3")
-    _put_experts(metadata, settings)
+    put_routed_experts(metadata, settings)
 
 
-def _put_latent_attention(metadata: MetadataReader, settings: ConfigSettings) -> None:
+def put_latent_attention(metadata: MetadataReader, settings: ConfigSettings) -> None:
+    """Put the sizes of multi-head latent attention, of files in which it is one kv head or as many as query heads.
+
+    Raises ModelError if they contradict each other.
+    """
     heads, rotated = settings["num_attention_heads"], metadata.require("rope.dimension_count", "qk_rope_head_dim")
     latent = metadata.require("attention.kv_lora_rank", "kv_lora_rank")
     key, value, groups = "attention.key_length", "attention.value_length", heads
@@ -94,11 +98,22 @@ def put_latent_sizes(metadata: MetadataReader, settings: ConfigSettings, key: st
     settings.put("q_lora_rank", metadata.scalar("attention.q_lora_rank"), "attention.q_lora_rank")
 
 
-def _put_indexer(metadata: MetadataReader, settings: ConfigSettings) -> None:
-    """Put what chooses the tokens that a layer attends to (DeepSeek sparse attention)."""
+def put_indexer(metadata: MetadataReader, settings: ConfigSettings) -> None:
+    """Put what chooses the tokens that a layer attends to (DeepSeek sparse attention).
+
+    Raises ModelError if its heads are smaller than what of a head is rotated.
+    """
     settings.copy("index_n_heads", "attention.indexer.head_count")
     settings.copy("index_head_dim", "attention.indexer.key_length")
     settings.copy("index_topk", "attention.indexer.top_k")
+    require_rotated(metadata, settings["index_head_dim"])
+
+
+def require_rotated(metadata: MetadataReader, dim: int) -> None:
+    """Raise ModelError if the indexer's heads of `dim` numbers are smaller than what of a head is rotated."""
+    rotated = metadata.scalar("rope.dimension_count", metadata.scalar("attention.key_length"))
+    if rotated is not None and rotated > dim:
+        raise metadata.unsupported("attention.indexer.key_length", f"is less than the {rotated} that rotate of a head")
 
 
 def _deepseek32(metadata: MetadataReader, settings: ConfigSettings) -> None:
@@ -122,16 +137,16 @@ def _glm_dsa(metadata: MetadataReader, settings: ConfigSettings) -> None:
 
 def _put_sparse(metadata: MetadataReader, settings: ConfigSettings) -> None:
     put_layers_without_predictors(metadata, settings)
-    _put_latent_attention(metadata, settings)
+    put_latent_attention(metadata, settings)
     _put_rope(metadata, settings)
     metadata.expect(GATING, SIGMOID, "is another choice of experts than the model's sigmoid")
-    _put_experts(metadata, settings)
-    _put_indexer(metadata, settings)
+    put_routed_experts(metadata, settings)
+    put_indexer(metadata, settings)
 
 
 def _mistral4(metadata: MetadataReader, settings: ConfigSettings) -> None:
     settings.values["model_type"] = "mistral4"
-    _put_latent_attention(metadata, settings)
+    put_latent_attention(metadata, settings)
     _put_rope(metadata, settings)
     rope = settings["rope_parameters"]
     if rope["rope_type"] != "yarn":
@@ -146,7 +161,7 @@ def _mistral4(metadata: MetadataReader, settings: ConfigSettings) -> None:
     rope["partial_rotary_factor"] = rotated / dim
     settings.values.pop("head_dim")
     metadata.expect(GATING, SOFTMAX, "is another choice of experts than the model's softmax")
-    _put_experts(metadata, settings)
+    put_routed_experts(metadata, settings)
 
 
 def _put_rope(metadata: MetadataReader, settings: ConfigSettings) -> None:
@@ -174,9 +189,13 @@ def _gating(metadata: MetadataReader, settings: ConfigSettings) -> int:
     return gating if metadata.scalar("expert_count", 0) else SIGMOID
 
 
-def _put_experts(metadata: MetadataReader, settings: ConfigSettings) -> None:
+def put_routed_experts(metadata: MetadataReader, settings: ConfigSettings) -> None:
+    """Put the experts of DeepSeek's mixtures, their router's settings, and which layers have none.
+
+    Raises ModelError if they contradict each other.
+    """
     layers, dense = settings["num_hidden_layers"], metadata.scalar("leading_dense_block_count", 0)
-    if settings["model_type"] == "glm4_moe_lite":
+    if settings["model_type"] in ("glm4_moe_lite", "hy_v4"):
         kinds = ["dense" if layer < dense else "sparse" for layer in range(layers)]
         settings.put("mlp_layer_types", kinds, "leading_dense_block_count")
     elif settings["model_type"] != "youtu":
@@ -211,7 +230,7 @@ def put_expert_groups(metadata: MetadataReader, settings: ConfigSettings) -> Non
     if experts % groups or experts // groups < least:
         raise metadata.unsupported("expert_group_count", f"does not divide {experts} experts into groups")
     chosen = metadata.scalar("expert_group_used_count", 0)
-    if groups == 1:
+    if groups == 1 and chosen in (0, 1):
         chosen = 1
     elif not 1 <= chosen <= groups:
         raise metadata.unsupported("expert_group_used_count", f"is not from 1 to the {groups} of expert_group_count")
@@ -239,13 +258,13 @@ LATENT_LAYER: Places = {
     "attn_v_b": ParameterPlace("self_attn.kv_b_proj", LATENT_VALUES, LATENT_VALUE_ROWS),
 }
 
-_SPARSE_LAYER: Places = {
-    **LATENT_LAYER,
+INDEXER: Places = {
     "indexer.attn_q_b": "self_attn.indexer.wq_b",
     "indexer.attn_k": "self_attn.indexer.wk",
     "indexer.k_norm": "self_attn.indexer.k_norm",
     "indexer.proj": "self_attn.indexer.weights_proj",
 }
+_SPARSE_LAYER: Places = {**LATENT_LAYER, **INDEXER}
 
 TABLES = (
     Architecture(

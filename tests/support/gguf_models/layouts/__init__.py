@@ -13,6 +13,7 @@ from tests.support.gguf_models.layouts import (
     gemma3n,
     gemma4,
     granite_hybrid,
+    hyper_connections,
     kimi_linear,
     llama,
     other_experts,
@@ -44,4 +45,5 @@ LAYOUTS: dict[str, Layout] = {
     **kimi_linear.LAYOUTS,
     **windowed_experts.LAYOUTS,
     **other_experts.LAYOUTS,
+    **hyper_connections.LAYOUTS,
 }

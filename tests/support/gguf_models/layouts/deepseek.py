@@ -24,7 +24,8 @@ def _multiplier(config: Any) -> float | None:
     return None if multiplier is None else 0.1 * float(multiplier)
 
 
-def _dense_layers(config: Any) -> int:
+def dense_layers(config: Any) -> int:
+    """How many layers have no experts; they are the first."""
     return int(config.mlp_layer_types.count("dense"))
 
 
@@ -77,7 +78,7 @@ LAYOUTS: dict[str, Layout] = {
     "deepseek_v2": Layout("deepseek2", {**KEYS, "expert_gating_func": always(1)}, LAYER, MODEL, pre="deepseek-llm"),
     "glm4_moe_lite": Layout(
         "deepseek2",
-        {**KEYS, "expert_gating_func": always(2), "leading_dense_block_count": _dense_layers},
+        {**KEYS, "expert_gating_func": always(2), "leading_dense_block_count": dense_layers},
         LAYER,
         MODEL,
         pre="glm4",
