@@ -46,7 +46,10 @@ STREAMS = {
     **dict.fromkeys(("deepseek4", "hy_v4"), "attn_hc"),
 }
 #: Layers attend to tokens that they choose.
-OTHER_ATTENTION = dict.fromkeys(("deepseek32", "glm-dsa"), "indexed_attention")
+OTHER_ATTENTION = {
+    **dict.fromkeys(("deepseek32", "glm-dsa"), "indexed_attention"),
+    "minimax-m3": "minimax_m3_sparse",
+}
 #: One of each way in which layers differ; the others are slow.
 QUICK = ("llama: biases", "qwen3moe", "gemma3", "gpt-oss", "lfm2", "falcon-h1", "nemotron_h_moe", "mamba", "qwen35")
 UNDER_RULES = [

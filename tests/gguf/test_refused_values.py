@@ -95,6 +95,7 @@ def test_every_key_that_a_table_reads_has_its_type_and_range(written, name):
         ("deepseek4", "attention__compress_ratios", array(UINT32, [0, 4, 64, 4])),
         ("deepseek4", "swiglu_clamp_shexp", array(FLOAT32, [0.5] * 4)),
         ("deepseek4", "attention__indexer__key_length", scalar(UINT32, 4)),
+        ("minimax-m3", "attention__indexer__head_count", scalar(UINT32, 4)),
         # All layers, more than all, and one that is no predictor.
         *(("glm4moe", "nextn_predict_layers", scalar(UINT32, count)) for count in (3, 4, 1)),
         ("nemotron_h_moe", "nextn_predict_layers", scalar(UINT32, 99)),

@@ -65,6 +65,8 @@ INTEGER_RANGES = {
     "attention.indexer.head_count": IntegerRange(1, 4096),
     "attention.indexer.key_length": IntegerRange(1, 1 << 14),
     "attention.indexer.top_k": IntegerRange(1, 1 << 27),
+    "attention.indexer.block_size": IntegerRange(1, 1 << 20),
+    "attention.indexer.local_blocks": IntegerRange(0, 1 << 20),
     "hash_layer_count": IntegerRange(0, 1024),
     "hyper_connection.count": IntegerRange(2, 64),
     "hyper_connection.sinkhorn_iterations": IntegerRange(1, 1024),

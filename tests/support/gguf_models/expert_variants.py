@@ -266,6 +266,25 @@ EXPERT_VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             "swiglu_limit": 0.75,
         },
     ),
+    "minimax-m3": (
+        "minimax_m3_vl_text",
+        {
+            **DIM,
+            **LOCAL_EXPERTS,
+            "num_hidden_layers": 3,
+            "intermediate_size": 32,
+            "dense_intermediate_size": 96,
+            "shared_intermediate_size": 32,
+            "routed_scaling_factor": 1.7,
+            "mlp_layer_types": ["dense", "sparse", "sparse"],
+            "layer_types": ["full_attention", "minimax_m3_sparse", "minimax_m3_sparse"],
+            "index_n_heads": 2,
+            "index_head_dim": 24,
+            "index_block_size": 4,
+            "index_topk_blocks": 3,
+            **rotation(theta=5e6, partial_rotary_factor=0.5),
+        },
+    ),
     "mistral4": (
         "mistral4",
         {

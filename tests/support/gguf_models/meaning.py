@@ -85,6 +85,7 @@ DEFAULTS: dict[str, dict[str, tuple[str, Any]]] = {
     "deepseek2": _GROUPED,
     "deepseek32": _GROUPED,
     "deepseek4": _UNSCALED,
+    "minimax-m3": _UNSCALED,
     "hy_v4": _ROUTED,
     "glm-dsa": _GROUPED,
     "mistral4": _GROUPED,

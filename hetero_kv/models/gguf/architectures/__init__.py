@@ -23,6 +23,7 @@ from hetero_kv.models.gguf.architectures import (
     llama,
     llama4,
     minicpm3,
+    minimax_m3,
     mixtures,
     older,
     older_mixtures,
@@ -67,6 +68,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         bitnet,
         windowed_mixtures,
         hyper_connections,
+        minimax_m3,
     )
     for table in module.TABLES
 }

@@ -5,6 +5,7 @@ Written independently of `hetero_kv`, which reverses these layouts. Sources: `co
 """
 
 from tests.support.gguf_models.layouts import (
+    chosen_blocks,
     deepseek,
     delta_net,
     dense,
@@ -46,4 +47,5 @@ LAYOUTS: dict[str, Layout] = {
     **windowed_experts.LAYOUTS,
     **other_experts.LAYOUTS,
     **hyper_connections.LAYOUTS,
+    **chosen_blocks.LAYOUTS,
 }
