@@ -47,7 +47,7 @@ STREAMS = {
 }
 #: Layers attend to tokens that they choose.
 OTHER_ATTENTION = {
-    **dict.fromkeys(("deepseek32", "glm-dsa"), "indexed_attention"),
+    **dict.fromkeys(("deepseek32", "glm-dsa", "dots3note"), "indexed_attention"),
     "minimax-m3": "minimax_m3_sparse",
 }
 #: One of each way in which layers differ; the others are slow.

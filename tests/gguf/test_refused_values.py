@@ -96,6 +96,8 @@ def test_every_key_that_a_table_reads_has_its_type_and_range(written, name):
         ("deepseek4", "swiglu_clamp_shexp", array(FLOAT32, [0.5] * 4)),
         ("deepseek4", "attention__indexer__key_length", scalar(UINT32, 4)),
         ("minimax-m3", "attention__indexer__head_count", scalar(UINT32, 4)),
+        ("dots3note", "attention__indexer__types", array(BOOL, [True] * 4)),
+        ("dots3note", "attention__head_count", array(UINT32, [4, 2, 2, 2])),
         # All layers, more than all, and one that is no predictor.
         *(("glm4moe", "nextn_predict_layers", scalar(UINT32, count)) for count in (3, 4, 1)),
         ("nemotron_h_moe", "nextn_predict_layers", scalar(UINT32, 99)),

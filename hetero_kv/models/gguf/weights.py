@@ -120,19 +120,25 @@ class WeightMap:
                 f"({', '.join(left[:3])}, …); give weights that belong to the configuration"
             )
 
+    def _config_of(self, info: TensorInfo) -> Any:
+        """The configuration of the tensor's layer, where layers have their own; otherwise the model's."""
+        match = BLOCK.match(info.name)
+        own = match is not None and getattr(self.config, "is_heterogeneous", False)
+        return self.config.per_layer_config[int(match[1])] if match is not None and own else self.config
+
     def row_order(self, info: TensorInfo) -> np.ndarray | None:
         """The tensor's row for each row of the parameter or part; None if the transform changes numbers."""
         transform = self.targets[info.name].transform
         if transform is not None and not transform.keeps_blocks:
             return None
         rows = None if transform is None else transform.rows
-        return np.arange(info.shape[0]) if rows is None else rows(info.shape[0], self.config)
+        return np.arange(info.shape[0]) if rows is None else rows(info.shape[0], self._config_of(info))
 
     def part_rows(self, info: TensorInfo) -> np.ndarray:
         """The parameter's row for each row of a tensor that is a part of it."""
         part = self.targets[info.name].part
         assert part is not None
-        return part(self.config)
+        return part(self._config_of(info))
 
     def stored_types(self, file: GGUFFile) -> dict[str, str]:
         """Parameter -> GGML's type of its blocks, for the parameters whose modules may take blocks.
@@ -156,7 +162,7 @@ class WeightMap:
         transform = self.targets[info.name].transform
         if transform is None or transform.columns is None:
             return None
-        return transform.columns(info.shape[1], self.config)
+        return transform.columns(info.shape[1], self._config_of(info))
 
     def keeps_blocks(self, info: TensorInfo) -> bool:
         """Whether the rows of a tensor's blocks are rows of the parameter, with their columns in some order."""
@@ -174,7 +180,7 @@ class WeightMap:
         """The tensor as numbers of the parameter, with the converter's transform undone."""
         numbers = numbers_of_blocks(data, info.quantization)
         transform = self.targets[info.name].transform
-        return numbers if transform is None else transform.apply(numbers, self.config)
+        return numbers if transform is None else transform.apply(numbers, self._config_of(info))
 
 
 class _ParameterPaths:

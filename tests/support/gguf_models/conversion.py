@@ -50,7 +50,7 @@ def tensors(model: Any) -> dict[str, np.ndarray]:
             stacks.setdefault(f"{prefix}{place}{ending}", []).append(array)
             continue
         named, change = place if isinstance(place, tuple) else (place, lambda array, config: array)
-        changed = change(array, config)
+        changed = change(array, config.per_layer_config[int(match[1])] if match else config)
         for suffix, part in (changed if isinstance(changed, dict) else {f"{named}{ending}": changed}).items():
             found[f"{prefix}{suffix}"] = np.ascontiguousarray(part)
     return found | {name: np.stack(parts) for name, parts in stacks.items()}

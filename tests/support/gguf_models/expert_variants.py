@@ -266,6 +266,27 @@ EXPERT_VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             "swiglu_limit": 0.75,
         },
     ),
+    "dots3note": (
+        "dots3_note_text",
+        {
+            **LATENT,
+            **ROUTED,
+            **INDEXER,
+            "num_hidden_layers": 4,
+            "layer_types": ["indexed_attention", "sliding_attention", "sliding_attention", "indexed_attention"],
+            "sliding_window": WINDOW,
+            "shared_experts_intermediate_size": 32,
+            "rope_theta": 1e5,
+            "swa_rope_theta": 5e3,
+            "swa_num_attention_heads": 2,
+            "swa_num_key_value_heads": 2,
+            "swa_q_lora_rank": 40,
+            "swa_kv_lora_rank": 48,
+            "swa_head_dim": 32,
+            "swa_qk_nope_head_dim": 24,
+            "swa_v_head_dim": 16,
+        },
+    ),
     "minimax-m3": (
         "minimax_m3_vl_text",
         {

@@ -87,6 +87,7 @@ DEFAULTS: dict[str, dict[str, tuple[str, Any]]] = {
     "deepseek4": _UNSCALED,
     "minimax-m3": _UNSCALED,
     "hy_v4": _ROUTED,
+    "dots3note": _ROUTED,
     "glm-dsa": _GROUPED,
     "mistral4": _GROUPED,
     "glm4moe": _ROUTED,
@@ -101,7 +102,7 @@ _ROTATION = re.compile(
 _BY_POSITION = ("rope.scaling.yarn_log_multiplier", "attention.temperature_scale")
 _SCALED_BY_POSITION = ("mistral3", "mistral4", "deepseek2", "deepseek32")
 #: Kinds of layers with a rotation of their own, of which only theirs is scaled.
-KINDS = ("full_attention", "compress")
+KINDS = ("full_attention", "indexed_attention", "compress")
 #: Where layers with a window have the base of the others, unless the file says theirs.
 _ONE_BASE = ("laguna", "mellum", "mimo2")
 

@@ -12,6 +12,7 @@ from hetero_kv.models.gguf.architectures import (
     deepseek,
     delta_net,
     dense,
+    dots3_note,
     gemma,
     gemma3n,
     gemma4,
@@ -69,6 +70,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         windowed_mixtures,
         hyper_connections,
         minimax_m3,
+        dots3_note,
     )
     for table in module.TABLES
 }

@@ -195,7 +195,7 @@ def put_routed_experts(metadata: MetadataReader, settings: ConfigSettings) -> No
     Raises ModelError if they contradict each other.
     """
     layers, dense = settings["num_hidden_layers"], metadata.scalar("leading_dense_block_count", 0)
-    if settings["model_type"] in ("glm4_moe_lite", "hy_v4"):
+    if settings["model_type"] in ("glm4_moe_lite", "hy_v4", "dots3_note_text"):
         kinds = ["dense" if layer < dense else "sparse" for layer in range(layers)]
         settings.put("mlp_layer_types", kinds, "leading_dense_block_count")
     elif settings["model_type"] != "youtu":

@@ -15,22 +15,26 @@ import numpy as np
 
 @dataclass(frozen=True)
 class InverseTransform:
-    """An inverse transform: it reorders rows, then columns, then changes numbers.
+    """An inverse transform: it reorders rows, then columns, multiplies numbers, then changes them.
 
     Attributes:
         rows: (number of rows, text configuration) -> the file's row for each row of the parameter, [rows] int64.
         columns: the same for columns.
+        factor: (number of rows, text configuration) -> what the file's numbers are multiplied by.
         numbers: the file's numbers -> the parameter's.
+
+    The configuration is that of the tensor's layer, where layers have their own.
     """
 
     rows: Callable[[int, Any], np.ndarray] | None = None
     columns: Callable[[int, Any], np.ndarray] | None = None
+    factor: Callable[[int, Any], float] | None = None
     numbers: Callable[[np.ndarray], np.ndarray] | None = None
 
     @property
     def keeps_blocks(self) -> bool:
         """Whether quantized blocks stay whole: rows of blocks are reordered, and inputs instead of columns."""
-        return self.numbers is None
+        return self.numbers is None and self.factor is None
 
     def apply(self, numbers: np.ndarray, config: Any) -> np.ndarray:
         """The parameter's numbers from a tensor's; `config` is the model's text configuration."""
@@ -38,6 +42,8 @@ class InverseTransform:
             numbers = numbers[self.rows(len(numbers), config)]
         if self.columns is not None:
             numbers = numbers[:, self.columns(numbers.shape[1], config)]
+        if self.factor is not None:
+            numbers = numbers * np.float32(self.factor(len(numbers), config))
         return numbers if self.numbers is None else self.numbers(numbers)
 
 

@@ -9,6 +9,7 @@ from tests.support.gguf_models.layouts import (
     deepseek,
     delta_net,
     dense,
+    dots3_note,
     experts,
     gemma,
     gemma3n,
@@ -48,4 +49,5 @@ LAYOUTS: dict[str, Layout] = {
     **other_experts.LAYOUTS,
     **hyper_connections.LAYOUTS,
     **chosen_blocks.LAYOUTS,
+    **dots3_note.LAYOUTS,
 }
