@@ -35,8 +35,15 @@ def require_attention_interface(path: str, module: nn.Module) -> None:
         reason = "it is cross-attention"
     elif getattr(module, "is_kv_shared_layer", False):
         reason = "it uses the keys and values of another layer"
+    elif is_passed_repeatedly(module):
+        reason = "a token passes it several times, with keys and values of each"
     if reason:
         raise UnsupportedModelError(f"{path} ({type(module).__name__}) cannot be replaced: {reason}")
+
+
+def is_passed_repeatedly(module: nn.Module) -> bool:
+    """Whether a token passes an attention module several times, each with a cache layer of its own (HRM-Text)."""
+    return "cycle_offset" in inspect.signature(type(module).forward).parameters
 
 
 def has_no_cache(layer: Any) -> bool:

@@ -83,7 +83,12 @@ class ChunkedDecoderLayer(Operator):
 
     @classmethod
     def require_suitable(cls, path: str, module: nn.Module) -> None:
-        _mixers_of(path, module)
+        found = _mixers_of(path, module)
+        if found.attention and attention_module.is_passed_repeatedly(module.get_submodule(found.attention)):
+            raise UnsupportedModelError(
+                f"{path} ({type(module).__name__}) is passed several times by a token; "
+                "ChunkedDecoderLayer supports one pass; leave the model without rules"
+            )
         if streams := [name for name in STREAMS if hasattr(module, name)]:
             raise UnsupportedModelError(
                 f"{path} ({type(module).__name__}) passes several streams of hidden states ({streams[0]}); "

@@ -45,6 +45,8 @@ STREAMS = {
     **dict.fromkeys(("gemma3n", "gemma3n: keys of other layers"), "altup"),
     **dict.fromkeys(("deepseek4", "hy_v4"), "attn_hc"),
 }
+#: Tokens pass layers several times.
+PASSED_AGAIN = ("hrm_text",)
 #: Layers attend to tokens that they choose.
 OTHER_ATTENTION = {
     **dict.fromkeys(("deepseek32", "glm-dsa", "dots3note"), "indexed_attention"),
@@ -55,7 +57,8 @@ QUICK = ("llama: biases", "qwen3moe", "gemma3", "gpt-oss", "lfm2", "falcon-h1", 
 UNDER_RULES = [
     name if name in QUICK else pytest.param(name, marks=pytest.mark.slow)
     for name in VARIANTS
-    if name.partition(":")[0] not in WITHOUT_RULES | OTHER_ATTENTION.keys() and name not in (*SHARED_KEYS, *STREAMS)
+    if name.partition(":")[0] not in WITHOUT_RULES | OTHER_ATTENTION.keys()
+    and name not in (*SHARED_KEYS, *STREAMS, *PASSED_AGAIN)
 ]
 
 
@@ -169,6 +172,17 @@ def test_rules_for_layers_with_several_streams_are_refused_by_name(written, name
     opened = open_model(written(name).path, dtype="float32", device="cpu")
     with pytest.raises(UnsupportedModelError, match=rf"model\.layers\.0 .*passes several streams .*\({part}\)"):
         inject(opened.model, "dense", command_line=COVERING)
+
+
+@pytest.mark.parametrize("rule", ["ChunkedDecoderLayer", "RetrievalAttention"])
+@pytest.mark.parametrize("name", PASSED_AGAIN)
+def test_rules_for_layers_that_are_passed_several_times_are_refused_by_name(written, tmp_path, name, rule):
+    place = r"\.layers\.\d+$" if rule == "ChunkedDecoderLayer" else r"\.self_attn$"
+    rules = tmp_path / "rules.yaml"
+    rules.write_text(f"- match: {{name: '{place}'}}\n  replace: {{class: hetero_kv.operators.{rule}}}\n")
+    opened = open_model(written(name).path, dtype="float32", device="cpu")
+    with pytest.raises(UnsupportedModelError, match=r"model\.L_module\.layers\.0.*several times"):
+        inject(opened.model, rules)
 
 
 @pytest.mark.parametrize(("name", "kind"), OTHER_ATTENTION.items())

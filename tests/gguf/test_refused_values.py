@@ -98,6 +98,8 @@ def test_every_key_that_a_table_reads_has_its_type_and_range(written, name):
         ("minimax-m3", "attention__indexer__head_count", scalar(UINT32, 4)),
         ("dots3note", "attention__indexer__types", array(BOOL, [True] * 4)),
         ("dots3note", "attention__head_count", array(UINT32, [4, 2, 2, 2])),
+        ("hrm_text", "hrm__prefix_lm", scalar(BOOL, True)),
+        ("hrm_text", "hrm__h_cycles", scalar(UINT32, 3)),
         # All layers, more than all, and one that is no predictor.
         *(("glm4moe", "nextn_predict_layers", scalar(UINT32, count)) for count in (3, 4, 1)),
         ("nemotron_h_moe", "nextn_predict_layers", scalar(UINT32, 99)),
@@ -126,6 +128,15 @@ def test_a_tensor_of_another_shape_is_named_with_the_keys_that_say_its_shape(cha
         load_model(path)
     for part in (tensor, str(path), f"{name}.{key.replace('__', '.')} {value}"):
         assert part in str(error.value)
+
+
+def test_a_file_of_hrm_without_one_of_its_blocks_is_refused(written, tmp_path):
+    layout = Layout.of(written("hrm_text").path)
+    layout.tensors = [tensor for tensor in layout.tensors if not tensor.name.startswith("blk.3.")]
+    layout.move_together()
+    layout.write(tmp_path / "part.gguf")
+    with pytest.raises(ModelError, match=r"block_count is 12, and the file has tensors of 3 blocks, 0 to 2"):
+        load_model(tmp_path / "part.gguf")
 
 
 def test_windows_that_a_file_leaves_out_are_those_that_llama_cpp_takes(changed):

@@ -80,6 +80,9 @@ def check_blocks(metadata: Mapping[str, MetadataValue], tensors: Iterable[NamedT
     count = metadata.get(f"{prefix}.block_count")
     if count is None:
         return
+    # HRM counts how often a token passes a layer, and has two stacks of them.
+    in_stack = metadata.get(f"{prefix}.hrm.layers_per_stack")
+    whole = count.value if in_stack is None or in_stack.types[0] not in INTEGERS else 2 * in_stack.value
     # The count includes blocks that predict further tokens, which a file may omit.
     spare = metadata.get(f"{prefix}.nextn_predict_layers")
     left_out = spare.value if spare is not None and spare.types[0] in INTEGERS else 0
@@ -91,7 +94,7 @@ def check_blocks(metadata: Mapping[str, MetadataValue], tensors: Iterable[NamedT
     numbers = {int(match[1]) for tensor in tensors if (match := BLOCK.match(tensor.name))}
     if numbers and count.value - left_out <= min(numbers) and max(numbers) < count.value:
         raise PartOfModelError("no layers, only blocks that predict further tokens")
-    wrong = max(numbers, default=0) >= count.value or len(numbers) < count.value - left_out
+    wrong = max(numbers, default=0) >= whole or len(numbers) < whole - left_out
     if numbers and wrong:
         raise MalformedHeaderError(
             f"{prefix}.block_count is {count.value:,}, and the file has tensors of {len(numbers):,} blocks, "

@@ -71,6 +71,9 @@ INTEGER_RANGES = {
     "attention.indexer.block_size": IntegerRange(1, 1 << 20),
     "attention.indexer.local_blocks": IntegerRange(0, 1 << 20),
     "hash_layer_count": IntegerRange(0, 1024),
+    "hrm.layers_per_stack": IntegerRange(1, 512),
+    "hrm.h_cycles": IntegerRange(1, 64),
+    "hrm.l_cycles": IntegerRange(1, 64),
     "hyper_connection.count": IntegerRange(2, 64),
     "hyper_connection.sinkhorn_iterations": IntegerRange(1, 1024),
     "kda.head_dim": IntegerRange(1, 1 << 14),
@@ -118,6 +121,7 @@ RANGES = {
 BOOLEANS = frozenset({
     "attention.causal",
     "expert_weights_norm",
+    "hrm.prefix_lm",
     "kda.safe_gate",
     "rope.scaling.finetuned",
     "ssm.dt_b_c_rms",

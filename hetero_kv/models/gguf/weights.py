@@ -187,13 +187,14 @@ class _ParameterPaths:
     """The paths of an architecture's table in a model; `parameters` is all that the model has."""
 
     def __init__(self, model: Any, architecture: Architecture, parameters: set[str]) -> None:
-        layers = decoder_layers(model)
-        path = next((path for path, module in model.named_modules() if module is layers), None)
-        if path is None:
-            raise ModelError(f"{type(model).__name__} has no list of its layers; give the model in Hugging Face format")
+        paths = architecture.stacks or _path_of_layers(model)
+        layers = [
+            (f"{path}.{number}", layer) for path in paths for number, layer in enumerate(model.get_submodule(path))
+        ]
         self.architecture, self.parameters = architecture, parameters
-        self.layers, self.base, self.count = path, path.rpartition(".")[0], len(layers or ())
-        attentions = [getattr(layer, "self_attn", None) for layer in layers or ()]
+        self.layers, self.count = [path for path, _ in layers], len(layers)
+        self.base = paths[0].rpartition(".")[0]
+        attentions = [getattr(layer, "self_attn", None) for _, layer in layers]
         self.with_others_keys = {
             number for number, each in enumerate(attentions) if getattr(each, "is_kv_shared_layer", False)
         }
@@ -215,7 +216,7 @@ class _ParameterPaths:
                 raise ModelError(
                     f"{str(file.path)!r} has not one number for each of {self.count} layers in {key}; convert it again"
                 )
-            found |= {f"{self.layers}.{layer}.{leaf}": float(value) for layer, value in enumerate(values)}
+            found |= {f"{path}.{leaf}": float(value) for path, value in zip(self.layers, values, strict=True)}
         return found
 
     def is_unused(self, name: str) -> bool:
@@ -236,8 +237,10 @@ class _ParameterPaths:
         match = BLOCK.match(info.name)
         if match is None:
             return self._first_existing(self.architecture.model, info.name, self.base, info)
-        prefix = f"{self.layers}.{int(match[1])}"
-        return self._first_existing(self.architecture.layer, info.name[match.end() :], prefix, info)
+        number = int(match[1])
+        if number >= self.count:
+            return None
+        return self._first_existing(self.architecture.layer, info.name[match.end() :], self.layers[number], info)
 
     def _first_existing(self, places: Places, name: str, prefix: str, info: TensorInfo) -> Target | None:
         for place, suffix in _matching(places, name):
@@ -246,6 +249,15 @@ class _ParameterPaths:
             if all(each in self.parameters for each in target.paths(info)):
                 return target
         return None
+
+
+def _path_of_layers(model: Any) -> tuple[str]:
+    """The path of the model's only list of layers. Raises ModelError if there is none."""
+    layers = decoder_layers(model)
+    for path, module in model.named_modules():
+        if layers is not None and module is layers:
+            return (path,)
+    raise ModelError(f"{type(model).__name__} has no list of its layers; give the model in Hugging Face format")
 
 
 def _require_predictor(file: GGUFFile, blocks: list[int]) -> None:

@@ -35,25 +35,27 @@ def tensors(model: Any) -> dict[str, np.ndarray]:
     """
     config, layout = model.config, layout_of(model.config)
     found = dict(layout.extra(config))
-    stacks: dict[str, list[np.ndarray]] = {}
+    stacks = (layout.blocks, *layout.further_blocks)
+    experts: dict[str, list[np.ndarray]] = {}
     for name, tensor in model.state_dict().items():
         if name == HEAD and config.tie_word_embeddings:
             continue
-        match = re.fullmatch(rf"{re.escape(layout.blocks)}\.(\d+)\.(.+)", name)
-        places, prefix, inner = (layout.layer, f"blk.{match[1]}.", match[2]) if match else (layout.model, "", name)
+        match = re.fullmatch(rf"({'|'.join(map(re.escape, stacks))})\.(\d+)\.(.+)", name)
+        block = int(match[2]) + stacks.index(match[1]) * getattr(config, "num_layers_per_stack", 0) if match else 0
+        places, prefix, inner = (layout.layer, f"blk.{block}.", match[3]) if match else (layout.model, "", name)
         if inner in layout.scalars:
             continue
         within = re.sub(r"\.\d+(?=\.)", ".*", inner)
         place, ending = _place(places, within)
         array = (tensor.detach().float() if tensor.is_floating_point() else tensor.int()).numpy()
         if "*" in within:
-            stacks.setdefault(f"{prefix}{place}{ending}", []).append(array)
+            experts.setdefault(f"{prefix}{place}{ending}", []).append(array)
             continue
         named, change = place if isinstance(place, tuple) else (place, lambda array, config: array)
-        changed = change(array, config.per_layer_config[int(match[1])] if match else config)
+        changed = change(array, config.per_layer_config[block] if match else config)
         for suffix, part in (changed if isinstance(changed, dict) else {f"{named}{ending}": changed}).items():
             found[f"{prefix}{suffix}"] = np.ascontiguousarray(part)
-    return found | {name: np.stack(parts) for name, parts in stacks.items()}
+    return found | {name: np.stack(parts) for name, parts in experts.items()}
 
 
 def scalars(model: Any) -> dict[str, list[float]]:

@@ -181,6 +181,13 @@ DENSE_VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             "vocab_size_per_layer_input": 329,
         },
     ),
+    "hrm_text": (
+        "hrm_text",
+        {
+            "num_hidden_layers": 2, "head_dim": 32, "H_cycles": 2, "L_cycles": 2, "embedding_scale": 3.0,
+            "prefix_lm": False, **rotation(theta=5e4),
+        },
+    ),
     "qwen2vl": ("qwen2", {"layout": "qwen2vl", **rotation(theta=1e6)}),
     "qwen3vl": ("qwen3", {"layout": "qwen3vl", **DIM, **TIED, **rotation(theta=1e6)}),
 }  # fmt: skip

@@ -88,6 +88,7 @@ DEFAULTS: dict[str, dict[str, tuple[str, Any]]] = {
     "minimax-m3": _UNSCALED,
     "hy_v4": _ROUTED,
     "dots3note": _ROUTED,
+    "hrm_text": {"embedding_scale": ("embedding_scale", 1.0)},
     "glm-dsa": _GROUPED,
     "mistral4": _GROUPED,
     "glm4moe": _ROUTED,

@@ -18,6 +18,7 @@ from hetero_kv.models.gguf.architectures import (
     gemma4,
     granite_hybrid,
     granite_swa,
+    hrm_text,
     hybrid,
     hyper_connections,
     kimi_linear,
@@ -71,6 +72,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         hyper_connections,
         minimax_m3,
         dots3_note,
+        hrm_text,
     )
     for table in module.TABLES
 }

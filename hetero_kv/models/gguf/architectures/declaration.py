@@ -51,6 +51,7 @@ class Architecture:
         model: tensor -> place. A name without `.weight` or `.bias` stands for both. Paths are relative to the module
             that contains the layers, or to the model if they begin with "/".
         layer: the same for the tensors `blk.N.…`; paths are relative to the layer.
+        stacks: the lists of layers in the model, whose layers follow each other in a file; () for its only one.
     """
 
     name: str
@@ -64,6 +65,7 @@ class Architecture:
     of_own_keys: frozenset[str] = frozenset()
     scalars: Mapping[str, str] = field(default_factory=dict)
     without_effect: Mapping[str, str] = field(default_factory=dict)
+    stacks: tuple[str, ...] = ()
 
 
 class MetadataReader:

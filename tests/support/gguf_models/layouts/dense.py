@@ -169,4 +169,20 @@ LAYOUTS: dict[str, Layout] = {
         MODEL,
         pre="stablelm2",
     ),
+    "hrm_text": Layout(
+        "hrm_text",
+        {
+            **{key: value for key, value in USUAL.items() if key != "attention.head_count_kv"},
+            **ROTATED,
+            "embedding_scale": "embedding_scale",
+            "hrm.layers_per_stack": "num_layers_per_stack",
+            "hrm.h_cycles": "H_cycles",
+            "hrm.l_cycles": "L_cycles",
+            "hrm.prefix_lm": "prefix_lm",
+        },
+        {**ATTENTION, **GATED, "self_attn.gate_proj": "attn_gate"},
+        {"model.embed_tokens": "token_embd", "lm_head": "output", "model.z_L_init": "hrm.z_l_init"},
+        "model.L_module.layers",
+        ("model.H_module.layers",),
+    ),
 }

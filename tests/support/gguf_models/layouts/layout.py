@@ -28,6 +28,7 @@ class Layout:
         model, layer: parameter -> place. Names without `.weight` and `.bias` stand for both; `*` for numbers, whose
             tensors are stacked.
         blocks: where the layers lie in the model.
+        further_blocks: where those lie that follow them in the file.
         pieces: whether the vocabulary is one of SentencePiece; otherwise of bytes, to be split as `pre` says.
         extra: tensors that are no parameters.
         scalars: parameter of one number -> the whole key of an array with its numbers of all layers.
@@ -38,6 +39,7 @@ class Layout:
     layer: Mapping[str, Place]
     model: Mapping[str, Place]
     blocks: str = "model.layers"
+    further_blocks: tuple[str, ...] = ()
     pre: str = "qwen2"
     pieces: bool = False
     extra: Callable[[Any], dict[str, np.ndarray]] = field(default=lambda config: {})
