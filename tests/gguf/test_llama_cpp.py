@@ -75,6 +75,11 @@ SETTINGS: dict[str, dict[str, Any]] = {
     # Of many heads no two tokens have the same score. YaRN with other factors than the published ones is not applied.
     "deepseek32": {**_INDEXED, **rotation("yarn", 1e4, **YARN, mscale=1.0, mscale_all_dim=1.0)},
     "glm-dsa": _INDEXED,
+    "deepseek4": _INDEXED,
+    "hy_v4": _INDEXED,
+    "dots3note": _INDEXED,
+    # It chooses blocks in fused kernels only: all of them.
+    "minimax-m3": {"index_topk_blocks": 64},
     "gemma4: keys of other layers": {"vocab_size_per_layer_input": 322},
     "gemma3n": {**_PER_LAYER, "activation_sparsity_pattern": [0.95] * 5},
     "gemma3n: keys of other layers": {
@@ -106,6 +111,7 @@ OTHERWISE = {
     "phimoe": "has RMS norms for the model's layer norms, and another choice of weights for experts",
     "deepseek2: V2 with groups": "chooses groups by their two best experts",
     "mistral4": "does not scale attention by position",
+    "dots3note": "rotates halves in the indexer",
     "granitehybrid: Bamba": "pairs numbers of whole heads, of which half are rotated",
 }
 
