@@ -112,6 +112,7 @@ OTHERWISE = {
     "deepseek2: V2 with groups": "chooses groups by their two best experts",
     "mistral4": "does not scale attention by position",
     "dots3note": "rotates halves in the indexer",
+    "qwen4exp": "attends to tokens of one block more",
     "granitehybrid: Bamba": "pairs numbers of whole heads, of which half are rotated",
 }
 

@@ -42,6 +42,7 @@ ONLY_STATE = {"mamba", "mamba2"}
 SHARED_KEYS = ("gemma4: keys of other layers",)
 #: Layers pass several streams of hidden states.
 STREAMS = {
+    "qwen4exp": "attn_hyper_connection",
     **dict.fromkeys(("gemma3n", "gemma3n: keys of other layers"), "altup"),
     **dict.fromkeys(("deepseek4", "hy_v4"), "attn_hc"),
 }
@@ -107,6 +108,15 @@ def test_logits_behind_tokens_of_which_one_was_made_are_the_originals(written):
     file, ids = written("deepseek4"), torch.randint(5, 250, (1, 150), generator=torch.Generator().manual_seed(1))
     found, expected = loaded(file.path)(ids).logits, file.original(ids).logits
     assert relative_error(found, expected)[128:].max() < TOLERANCE
+
+
+def test_the_end_of_sequences_of_tokens_is_beside_that_of_texts(tmp_path):
+    original, end = tiny_model("qwen4exp"), int(IDS[0, 10])
+    path = write(tmp_path / "end.gguf", original, vocabulary_of("qwen4_exp_text"), ple__eos_token_id=end)
+    original.model.layers[1].ple.ple_embedding.eos_token_id = end
+    model = load_model(path, dtype="float32", device="cpu").model
+    assert model.config.eos_token_id == [end, original.config.eos_token_id]
+    assert relative_error(model(IDS).logits, original(IDS).logits).max() < TOLERANCE
 
 
 # What its logits do not tell: how tokens are drawn from them, which is the same in most.

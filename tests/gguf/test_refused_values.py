@@ -15,7 +15,7 @@ from tests.gguf.logit_errors import IDS, SLOWEST, TOLERANCE, relative_error
 from tests.support.gguf_models.container import Layout, array, scalar
 from tests.support.gguf_models.variants import VARIANTS
 
-UINT32, FLOAT32, BOOL, STRING = 4, 6, 7, 8
+UINT32, FLOAT32, BOOL, STRING, UINT64 = 4, 6, 7, 8, 10
 DECLARED = {
     *metadata_ranges.INTEGER_RANGES,
     *metadata_ranges.EXCLUSIVE_RANGES,
@@ -100,6 +100,14 @@ def test_every_key_that_a_table_reads_has_its_type_and_range(written, name):
         ("dots3note", "attention__head_count", array(UINT32, [4, 2, 2, 2])),
         ("hrm_text", "hrm__prefix_lm", scalar(BOOL, True)),
         ("hrm_text", "hrm__h_cycles", scalar(UINT32, 3)),
+        ("qwen4exp", "attention__compress_ratios", array(UINT32, [0, 0, 0])),
+        ("qwen4exp", "attention__indexer__top_k", scalar(UINT32, 14)),
+        ("qwen4exp", "attention__indexer__key_length", scalar(UINT32, 4)),
+        ("qwen4exp", "ple__layers", array(UINT32, [2])),
+        ("qwen4exp", "ple__layer_multipliers", array(UINT64, [1, 1, 1 << 56])),
+        ("qwen4exp", "ple__head_offsets", array(UINT64, [0, 0, 0, 1000])),
+        ("qwen4exp", "ple__head_vocab_sizes", array(UINT64, [300, 300, 0])),
+        ("qwen4exp", "ple__eos_token_id", scalar(UINT32, 263)),
         # All layers, more than all, and one that is no predictor.
         *(("glm4moe", "nextn_predict_layers", scalar(UINT32, count)) for count in (3, 4, 1)),
         ("nemotron_h_moe", "nextn_predict_layers", scalar(UINT32, 99)),

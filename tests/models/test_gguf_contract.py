@@ -11,8 +11,10 @@ import numpy as np
 import pytest
 
 from hetero_kv.models import ModelError, load_model, model_config, open_model
+from hetero_kv.models.gguf.contract import stored_bytes
 from hetero_kv.models.gguf.file import GGUFFile
 from hetero_kv.models.gguf.finite_check import all_finite
+from hetero_kv.models.gguf.header import GGUFTensorEntry, MalformedHeaderError
 from hetero_kv.models.weightless import weightless_model
 from hetero_kv.weights.block_numbers import numbers_of_blocks
 from hetero_kv.weights.tensor_types import BLOCK_SIZES, type_named
@@ -135,6 +137,13 @@ def test_impossible_metadata_is_refused_with_its_value(layout, tmp_path, case):
         ModelError, match=rf"bad\.gguf' \([\d,]+ bytes\) is damaged or cut short: .*{message}.*; download"
     ):
         GGUFFile.read(tmp_path / "bad.gguf")
+
+
+def test_a_table_of_sequences_of_tokens_may_have_more_rows_than_other_tensors():
+    name, kind = "per_layer_token_embd.weight", type_named("Q8_0")
+    assert stored_bytes(GGUFTensorEntry(name, (320_000_000, 128), kind, 0)) == 320_000_000 * 136
+    with pytest.raises(MalformedHeaderError, match=r"dimensions must be from 1 to 2,147,483,647"):
+        stored_bytes(GGUFTensorEntry(name, (1 << 31, 128), kind, 0))
 
 
 def test_a_header_longer_than_usual_is_read_to_its_end(layout, tmp_path, monkeypatch):

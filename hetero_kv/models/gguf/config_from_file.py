@@ -88,7 +88,9 @@ def configuration_of(file: GGUFFile) -> Any:
     """The configuration of a file that is the only source of its model. Raises ModelError as `settings_of`."""
     values = {name: value for name, value in settings_of(file).values.items() if value is not None or name in _NONE}
     for name, key in TOKENS.items():
-        values[name] = token_id(file, key) if VOCABULARY in file.metadata else None
+        known = token_id(file, key) if VOCABULARY in file.metadata else None
+        first = values.get(name, known)
+        values[name] = first if known in (first, None) else [first, known]
     model_type = values.pop("model_type")
     config = AutoConfig.for_model(model_type, **values)
     if model_type in UNREGISTERED:

@@ -28,6 +28,8 @@ DEFAULT_ALIGNMENT = 32
 LARGEST_ALIGNMENT = 1 << 16
 #: Limit on a tensor's dimensions; the rows, heads and vocabularies of text models are smaller.
 LARGEST_DIMENSION = 1 << 24
+#: The same of a table of embeddings of sequences of tokens.
+LARGEST_TABLE, TABLE = (1 << 31) - 1, "per_layer_token_embd.weight"
 #: Limit on the files of a split model.
 MOST_PARTS = 1 << 10
 #: The end of the names of tables of each token's experts, which are whole numbers.
@@ -108,10 +110,9 @@ def stored_bytes(tensor: GGUFTensorEntry) -> int:
     Raises MalformedHeaderError for impossible dimensions, rows that are not whole blocks, and types without weights.
     """
     shown = " by ".join(f"{length:,}" for length in tensor.shape)
-    if any(not 1 <= length <= LARGEST_DIMENSION for length in tensor.shape):
-        raise MalformedHeaderError(
-            f"tensor {tensor.name!r} is {shown}; dimensions must be from 1 to {LARGEST_DIMENSION:,}"
-        )
+    largest = LARGEST_TABLE if tensor.name == TABLE else LARGEST_DIMENSION
+    if any(not 1 <= length <= largest for length in tensor.shape):
+        raise MalformedHeaderError(f"tensor {tensor.name!r} is {shown}; dimensions must be from 1 to {largest:,}")
     is_table = tensor.name.endswith(EXPERTS_BY_TOKEN) and tensor.quantization.name == "I32"
     if tensor.quantization.name in NO_WEIGHTS and not is_table:
         raise MalformedHeaderError(

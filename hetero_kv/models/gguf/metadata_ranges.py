@@ -75,7 +75,12 @@ INTEGER_RANGES = {
     "hrm.h_cycles": IntegerRange(1, 64),
     "hrm.l_cycles": IntegerRange(1, 64),
     "hyper_connection.count": IntegerRange(2, 64),
+    "hyper_connection.low_rank": IntegerRange(1, 1 << 17),
     "hyper_connection.sinkhorn_iterations": IntegerRange(1, 1024),
+    "ple.ngram_size": IntegerRange(2, 8),
+    "ple.heads_per_ngram": IntegerRange(1, 64),
+    "ple.conv_kernel": IntegerRange(1, 1 << 10),
+    "ple.eos_token_id": IntegerRange(0, 1 << 22),
     "kda.head_dim": IntegerRange(1, 1 << 14),
     "shortconv.l_cache": IntegerRange(1, 1 << 14),
     "ssm.conv_kernel": IntegerRange(1, 1 << 14),
@@ -136,6 +141,10 @@ LISTS = (
     "attention.indexer.types",
     "attention.compress_ratios",
     "rope.dimension_sections",
+    "ple.layers",
+    "ple.layer_multipliers",
+    "ple.head_offsets",
+    "ple.head_vocab_sizes",
 )
 #: Keys of arrays of numbers.
 FLOAT_LISTS = ("activation_sparsity_scale", "swiglu_clamp_exp", "swiglu_clamp_shexp")

@@ -80,8 +80,9 @@ def load_weights(
         report("reading weights", done, total)
     for path, number in weights.scalars.items():
         module, leaf = owner_of(model, path)
-        whole = torch.full(shape_of(module, leaf), number, dtype=parameter_dtype(model, path, dtype))
-        set_tensor(module, leaf, whole)
+        known = getattr(module, leaf)
+        own = parameter_dtype(model, path, dtype) if known.is_floating_point() else known.dtype
+        set_tensor(module, leaf, torch.tensor(number, dtype=own).expand(known.shape).clone())
     for place, source in tied.items():
         tie(model, place, source)
     if converted:

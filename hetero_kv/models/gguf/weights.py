@@ -53,13 +53,13 @@ class WeightMap:
         config: the model's text configuration.
         targets: GGUF tensor name -> its target.
         experts: GGUF tensor name -> the place of an expert tensor in a parameter.
-        scalars: parameter or buffer of one number, which the metadata have -> the number.
+        scalars: parameter or buffer, which the metadata have -> its one number, or its whole numbers.
     """
 
     config: Any
     targets: dict[str, Target]
     experts: dict[str, ExpertPlace]
-    scalars: dict[str, float]
+    scalars: dict[str, float | tuple[int, ...]]
 
     @classmethod
     def of(cls, model: Any, file: GGUFFile) -> WeightMap:
@@ -204,12 +204,12 @@ class _ParameterPaths:
         numbers = {int(match[1]) for name in file.tensor_names if (match := BLOCK.match(name))}
         return sorted(number for number in numbers if number >= self.count) if self.architecture.predicts else []
 
-    def scalars(self, file: GGUFFile) -> dict[str, float]:
-        """Parameter -> its number, for the parameters that the file's metadata have.
+    def scalars(self, file: GGUFFile) -> dict[str, float | tuple[int, ...]]:
+        """Parameter -> its number, or its whole numbers, for the parameters that the file's metadata have.
 
         Raises ModelError if the file has not one for each layer.
         """
-        found: dict[str, float] = {}
+        found: dict[str, float | tuple[int, ...]] = {}
         for leaf, key in self.architecture.scalars.items():
             values = file.get(key)
             if not isinstance(values, tuple) or len(values) != self.count:
@@ -217,6 +217,9 @@ class _ParameterPaths:
                     f"{str(file.path)!r} has not one number for each of {self.count} layers in {key}; convert it again"
                 )
             found |= {f"{path}.{leaf}": float(value) for path, value in zip(self.layers, values, strict=True)}
+        for leaf, key in self.architecture.arrays.items():
+            paths = {f"{layer}.{leaf}" for layer in self.layers} & self.parameters
+            found |= {path: tuple(file.get(f"{self.architecture.name}.{key}")) for path in paths}
         return found
 
     def is_unused(self, name: str) -> bool:

@@ -14,6 +14,8 @@ from tests.support.gguf_models.layouts import LAYOUTS, Layout, Place, Value
 
 #: The name of an untied output matrix; a tied one is not written again.
 HEAD = "lm_head.weight"
+#: The ends of the keys of arrays whose whole numbers have 64 bits.
+OF_64_BITS = (".ple.layer_multipliers", ".ple.head_offsets", ".ple.head_vocab_sizes")
 
 
 def layout_of(config: Any) -> Layout:
@@ -54,7 +56,8 @@ def tensors(model: Any) -> dict[str, np.ndarray]:
         named, change = place if isinstance(place, tuple) else (place, lambda array, config: array)
         changed = change(array, config.per_layer_config[block] if match else config)
         for suffix, part in (changed if isinstance(changed, dict) else {f"{named}{ending}": changed}).items():
-            found[f"{prefix}{suffix}"] = np.ascontiguousarray(part)
+            # A name behind "/" is of the model.
+            found[suffix[1:] if suffix.startswith("/") else f"{prefix}{suffix}"] = np.ascontiguousarray(part)
     return found | {name: np.stack(parts) for name, parts in experts.items()}
 
 
@@ -104,7 +107,9 @@ def quantized(name: str, tensor: np.ndarray) -> bool:
 def add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
     """Add a value in the type that files have: whole numbers are of 32 bits without a sign, others of 32 bits."""
     if isinstance(value, list | tuple):
-        writer.add_array(key, value)
+        if value:
+            kind = GGUFValueType.UINT64 if key.endswith(OF_64_BITS) else None
+            writer.add_key_value(key, value, GGUFValueType.ARRAY, kind)
         return
     kinds = {bool: GGUFValueType.BOOL, int: GGUFValueType.UINT32, float: GGUFValueType.FLOAT32}
     writer.add_key_value(key, value, kinds.get(type(value), GGUFValueType.STRING))

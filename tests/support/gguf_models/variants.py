@@ -34,6 +34,7 @@ _NOT_THEIRS = {
     ),
     "nemotron_h": ("num_hidden_layers",),
     "qwen3_5_moe_text": ("intermediate_size",),
+    "qwen4_exp_text": ("intermediate_size",),
     "hrm_text": ("num_key_value_heads",),
 }
 

@@ -30,6 +30,7 @@ from hetero_kv.models.gguf.architectures import (
     older,
     older_mixtures,
     qwen,
+    qwen4_exp,
     state_space,
     ungated,
     windowed_mixtures,
@@ -73,6 +74,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         minimax_m3,
         dots3_note,
         hrm_text,
+        qwen4_exp,
     )
     for table in module.TABLES
 }

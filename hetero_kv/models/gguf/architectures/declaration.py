@@ -47,6 +47,7 @@ class Architecture:
         of_own_keys: the tensors that a layer with the keys and values of another one does not use.
         scalars: parameter of a layer -> the whole key (without the architecture's name) of an array that has its number
             for each layer; such a parameter has no tensor.
+        arrays: buffer of a layer, where it has one -> the key of the array that has its whole numbers.
         without_effect: key -> why it does not change the computation.
         model: tensor -> place. A name without `.weight` or `.bias` stands for both. Paths are relative to the module
             that contains the layers, or to the model if they begin with "/".
@@ -66,6 +67,7 @@ class Architecture:
     scalars: Mapping[str, str] = field(default_factory=dict)
     without_effect: Mapping[str, str] = field(default_factory=dict)
     stacks: tuple[str, ...] = ()
+    arrays: Mapping[str, str] = field(default_factory=dict)
 
 
 class MetadataReader:

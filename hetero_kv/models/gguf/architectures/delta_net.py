@@ -42,10 +42,11 @@ RECURRENT, INTERVAL = "attention.recurrent_layers", "full_attention_interval"
 
 
 def _qwen35(metadata: MetadataReader, settings: ConfigSettings) -> None:
-    _put_delta_net(metadata, settings, axes=True)
+    put_delta_net(metadata, settings, axes=True)
 
 
-def _put_delta_net(metadata: MetadataReader, settings: ConfigSettings, *, axes: bool) -> None:
+def put_delta_net(metadata: MetadataReader, settings: ConfigSettings, *, axes: bool) -> None:
+    """Put which layers have a delta net, its sizes, and what layers with attention have."""
     blocks = settings["num_hidden_layers"]
     put_layers_without_predictors(metadata, settings)
     put_heads(metadata, settings)
@@ -79,7 +80,7 @@ def _qwen35_moe(metadata: MetadataReader, settings: ConfigSettings) -> None:
 
 
 def _qwen3_next(metadata: MetadataReader, settings: ConfigSettings) -> None:
-    _put_delta_net(metadata, settings, axes=False)
+    put_delta_net(metadata, settings, axes=False)
     put_experts(metadata, settings, "num_experts")
     settings.copy("shared_expert_intermediate_size", "expert_shared_feed_forward_length")
     # Every layer has experts, and the weights of those chosen are normalized.
@@ -101,7 +102,7 @@ _ATTENTION: Places = {
     "attn_k_norm": _norm("self_attn.k_norm"),
     "post_attention_norm": _norm("post_attention_layernorm"),
 }
-_LAYER: Places = {
+LAYER: Places = {
     **_ATTENTION,
     "attn_qkv": ParameterPlace("linear_attn.in_proj_qkv", VALUE_HEADS_BEHIND),
     "attn_gate": ParameterPlace("linear_attn.in_proj_z", VALUE_HEADS),
@@ -141,13 +142,13 @@ TABLES = (
         optional=frozenset({"feed_forward_length"}),
         predicts=True,
     ),
-    Architecture("qwen35", ("qwen3_5_text",), _KEYS, _MODEL, {**_LAYER, **GATED}, _qwen35, predicts=True),
+    Architecture("qwen35", ("qwen3_5_text",), _KEYS, _MODEL, {**LAYER, **GATED}, _qwen35, predicts=True),
     Architecture(
         "qwen35moe",
         ("qwen3_5_moe_text",),
         _KEYS,
         _MODEL,
-        {**_LAYER, **ROUTER, **SHARED_EXPERT},
+        {**LAYER, **ROUTER, **SHARED_EXPERT},
         _qwen35_moe,
         optional=frozenset({"feed_forward_length"}),
         predicts=True,

@@ -20,6 +20,7 @@ from tests.support.gguf_models.layouts import (
     llama,
     other_experts,
     qwen,
+    qwen4_exp,
     recurrent,
     state_space,
     ungated,
@@ -50,4 +51,5 @@ LAYOUTS: dict[str, Layout] = {
     **hyper_connections.LAYOUTS,
     **chosen_blocks.LAYOUTS,
     **dots3_note.LAYOUTS,
+    **qwen4_exp.LAYOUTS,
 }
