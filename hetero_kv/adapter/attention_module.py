@@ -42,7 +42,7 @@ def require_attention_interface(path: str, module: nn.Module) -> None:
 
 
 def is_passed_repeatedly(module: nn.Module) -> bool:
-    """Whether a token passes an attention module several times, each with a cache layer of its own (HRM-Text)."""
+    """Whether a token passes an attention module several times, with a separate cache layer each time (HRM-Text)."""
     return "cycle_offset" in inspect.signature(type(module).forward).parameters
 
 

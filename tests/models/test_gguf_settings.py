@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-import re
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -328,12 +326,6 @@ def test_a_configuration_of_another_model_is_refused():
         adapt(given_beside(), header("gemma2"))
 
 
-def test_the_documentation_lists_the_architectures_that_have_a_table():
-    text = (Path(__file__).parents[2] / "docs" / "gguf_files.md").read_text()
-    listed = text[text.index("These have one:") :].split("\n\n")[0]
-    assert re.findall(r"`([\w-]+)`", listed) == sorted(ARCHITECTURES)
-
-
 WINDOWED = {
     "llama": {},
     "qwen3": {"attention.key_length": 32, "attention.value_length": 32},
@@ -341,14 +333,6 @@ WINDOWED = {
     "gemma3": {"attention.sliding_window": 8, "attention.key_length": 32, "attention.value_length": 32},
     "phi3": {"rope.dimension_count": 8, "rope.scaling.original_context_length": 128},
 }
-
-
-@pytest.mark.parametrize("name", sorted(ARCHITECTURES))
-def test_every_key_of_a_table_is_needed_or_optional(name):
-    table = ARCHITECTURES[name]
-    assert table.optional <= table.keys.keys()
-    assert not set(table.without_effect) & set(table.keys)
-    assert all(reason for reason in table.without_effect.values())
 
 
 @given(architecture=st.sampled_from(sorted(WINDOWED)), changed=st.integers(0, 128) | st.just([1, 2]), data=st.data())
