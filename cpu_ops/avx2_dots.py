@@ -16,6 +16,16 @@ _BYTES, _SHORTS, _INTS = (ir.VectorType(ir.IntType(bits), 256 // bits) for bits 
 _LARGEST_ACTIVATION = 127
 
 
+def offset_of(layout: WeightFormat) -> int:
+    """Returns what is added to the numbers of a table so that none is negative; 0 if their signs must move instead.
+
+    Moving the sign of a number takes an instruction for each row of activations. Two products of a number of more than
+    seven bits would not fit into 16 bits.
+    """
+    lowest = min(layout.table, default=0)
+    return -lowest if max(layout.table, default=0) - lowest < 128 else 0
+
+
 def sums_in_short(layout: WeightFormat) -> int:
     """Returns how many sums of two products of a code and an activation can be added in 16 bits.
 
@@ -23,7 +33,9 @@ def sums_in_short(layout: WeightFormat) -> int:
     """
     if layout.low_bits == 8:
         return 1
-    largest = max(map(abs, layout.table), default=2 ** (layout.low_bits + layout.high_bits) - 1)
+    offset = offset_of(layout)
+    numbers = [abs(number + offset) for number in layout.table]
+    largest = max(numbers, default=2 ** (layout.low_bits + layout.high_bits) - 1)
     return (2**15 - 1) // (2 * largest * _LARGEST_ACTIVATION)
 
 
@@ -41,7 +53,7 @@ def group_dots(
 
     Returns, for each row of activations, sixteen int32: one for each row of weights.
     """
-    together = sums_in_short(layout)
+    together, moves_signs = sums_in_short(layout), layout.signed and not offset_of(layout)
     dots = [[ir.Constant(_INTS, None)] * 2 for _ in activations]
     sums: list[ir.Value] = []
     for index, vector in enumerate(vectors):
@@ -49,7 +61,7 @@ def group_dots(
         products = []
         for row in activations:
             x = builder.bitcast(splat(builder, load(builder, row, _I32, 4 * vector), 8), _BYTES)
-            products += [_products(builder, codes, x, layout.signed) for codes in halves]
+            products += [_products(builder, codes, x, moves_signs) for codes in halves]
         is_first = index % together == 0
         sums = products if is_first else [builder.add(*each) for each in zip(sums, products, strict=True)]
         sums = _computed_here(builder, sums)

@@ -16,7 +16,7 @@ from numba import cfunc, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from hetero_kv.cpu_ops.avx2_dots import dots_of_fours, group_dots
+from hetero_kv.cpu_ops.avx2_dots import dots_of_fours, group_dots, offset_of
 from hetero_kv.cpu_ops.code_version import CODE_VERSION
 from hetero_kv.cpu_ops.cpu_features import has, isa
 from hetero_kv.cpu_ops.group_codes import code_vectors, group_scales
@@ -91,29 +91,73 @@ def _add_plain_dot(builder: ir.IRBuilder, sums: ir.Value, codes: ir.Value, four:
     return sums
 
 
+def _zero_of(layout: WeightFormat, how: str) -> tuple[int, int]:
+    """Returns what is added to signed codes, for instructions that take unsigned ones, and the code of zero then."""
+    if not layout.signed or how == "dotprod":
+        return 0, layout.zero
+    offset = offset_of(layout) if how == "avx2" else 128
+    return offset, offset
+
+
 @intrinsic(prefer_literal=True)
-def _tile_dots(typingctx, name, rows, wide, how, weights, x, x_scales, x_sums, out, out_stride, columns, taken):
+def _terms_of_sums(typingctx, name, how, x_scales, x_sums, columns, taken):
+    """Returns the address of what the sums of activations add, on the stack: [taken, columns / 32, parts of a group].
+
+    For formats with a minimum, float32, the activations' sum, by which it is multiplied; for those whose zero is
+    another code, int32, to be added to the dot products. The other formats have none. x_scales, x_sums: addresses, as
+    for `_tile_dots`.
+    """
+    layout = FORMATS[name.literal_value]
+    _, zero = _zero_of(layout, how.literal_value)
+
+    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
+        x_scales, x_sums, columns, taken = arguments[2:]
+        if not (zero or layout.has_minimum):
+            return ir.Constant(_I64, 0)
+        groups = builder.mul(taken, builder.udiv(columns, ir.Constant(_I64, GROUP)))
+        sum_terms = builder.alloca(_I32, builder.mul(groups, ir.Constant(_I64, layout.parts)))
+        scales, sums = (
+            builder.inttoptr(address, kind.as_pointer()) for address, kind in ((x_scales, _FLOAT), (x_sums, _I32))
+        )
+        with cgutils.for_range(builder, groups) as loop:
+            first = builder.mul(loop.index, ir.Constant(_I64, 2))
+            halves = [builder.load(builder.gep(sums, [builder.add(first, ir.Constant(_I64, i))])) for i in range(2)]
+            for part, total in enumerate(halves if layout.parts == 2 else [builder.add(*halves)]):
+                term = builder.mul(total, ir.Constant(_I32, -zero))
+                if layout.has_minimum:
+                    scale = builder.load(builder.gep(scales, [loop.index]))
+                    term = builder.bitcast(builder.fmul(builder.sitofp(total, _FLOAT), scale), _I32)
+                place = builder.add(builder.mul(loop.index, ir.Constant(_I64, layout.parts)), ir.Constant(_I64, part))
+                builder.store(term, builder.gep(sum_terms, [place]))
+        return builder.ptrtoint(sum_terms, _I64)
+
+    return types.int64(name, how, *[types.int64] * 4), codegen
+
+
+@intrinsic(prefer_literal=True)
+def _tile_dots(typingctx, name, rows, wide, how, weights, x, x_scales, sum_terms, out, out_stride, columns, taken):
     """Multiply one tile with `taken` rows of activations; write 16 float32 at address out + row * out_stride.
 
     All arrays are addresses, and strides are in bytes. weights: the tile's first block. x: [taken, columns] int8.
-    x_scales: [taken, columns / 32] float32. x_sums: [taken, columns / 16] int32, sums of x. `wide` rows share one pass
-    over the codes while there are as many, then `rows`, a divisor of `taken`.
+    x_scales: [taken, columns / 32] float32. sum_terms: from `_terms_of_sums`. `wide` rows share one pass over the codes
+    while there are as many, then `rows`, a divisor of `taken`.
     """
     layout, instruction = FORMATS[name.literal_value], how.literal_value
     steps = sorted({rows.literal_value, wide.literal_value}, reverse=True)
 
     def codegen(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
-        weights, x, x_scales, x_sums, out, out_stride, columns, taken = arguments[4:]
+        weights, x, x_scales, sum_terms, out, out_stride, columns, taken = arguments[4:]
         groups, start = builder.udiv(columns, ir.Constant(_I64, GROUP)), ir.Constant(_I64, 0)
         for step in steps:
             size = ir.Constant(_I64, step)
             end = builder.mul(builder.udiv(taken, size), size)
             with cgutils.for_range_slice(builder, start, end, size) as (row, _):
                 before = builder.mul(row, groups)
-                ahead = [builder.mul(before, ir.Constant(_I64, nbytes)) for nbytes in (GROUP, 4, 8)]
-                codes, scales, sums = (builder.add(*each) for each in zip((x, x_scales, x_sums), ahead, strict=True))
+                sizes = GROUP, 4, 4 * layout.parts
+                ahead = [builder.mul(before, ir.Constant(_I64, nbytes)) for nbytes in sizes]
+                codes, scales, adds = (builder.add(*each) for each in zip((x, x_scales, sum_terms), ahead, strict=True))
                 to = builder.add(out, builder.mul(row, out_stride))
-                emit_tile(builder, layout, step, instruction, weights, codes, scales, sums, to, out_stride, columns)
+                emit_tile(builder, layout, step, instruction, weights, codes, scales, adds, to, out_stride, columns)
             start = end
         return context.get_dummy_value()
 
@@ -122,14 +166,12 @@ def _tile_dots(typingctx, name, rows, wide, how, weights, x, x_scales, x_sums, o
 
 def emit_tile(
     builder: ir.IRBuilder, layout: WeightFormat, rows: int, how: str, weights: ir.Value, x: ir.Value,
-    x_scales: ir.Value, x_sums: ir.Value, out: ir.Value, out_stride: ir.Value, columns: ir.Value,
+    x_scales: ir.Value, sum_terms: ir.Value, out: ir.Value, out_stride: ir.Value, columns: ir.Value,
 ) -> None:  # fmt: skip
     """Emit the code of `_tile_dots`: one tile of codes times `rows` rows of activations."""
     int_ = lambda value: ir.Constant(_I64, value)  # noqa: E731
     pointer = _I8.as_pointer()
-    # Signed codes are offset by 128 if the instruction requires unsigned ones.
-    offset = 128 if layout.signed and how not in ("avx2", "dotprod") else 0
-    zero = offset or layout.zero
+    offset, zero = _zero_of(layout, how)
     sums = [cgutils.alloca_once_value(builder, ir.Constant(_FLOATS, None)) for _ in range(rows)]
     groups_in_row = builder.udiv(columns, int_(GROUP))
     blocks = builder.udiv(columns, int_(layout.columns))
@@ -154,11 +196,12 @@ def emit_tile(
             per_part = VECTORS // layout.parts
             for part in range(layout.parts):
 
-                def total_of(row: int, index: ir.Value = index, part: int = part) -> ir.Value:
-                    return _totals(builder, layout, at(x_sums, index, 8, row, 8))[part]
+                def sum_term(row: int, kind: ir.Type, index: ir.Value = index, part: int = part) -> ir.Value:
+                    size = 4 * layout.parts
+                    return load(builder, at(sum_terms, index, size, row, size), kind, 4 * part)
 
                 vectors = range(part * per_part, (part + 1) * per_part)
-                dots = _vector_dots(builder, layout, how, codes_of, vectors, values, zero, total_of)
+                dots = _vector_dots(builder, layout, how, codes_of, vectors, values, sum_term if zero else None)
                 # Loaded behind the dot products, which need all registers.
                 scales, minimums = group_scales(builder, layout, block, group)
                 for row in range(rows):
@@ -166,35 +209,28 @@ def emit_tile(
                     scale = builder.fmul(scales[part], splat(builder, factor))
                     acc = _fma(builder, builder.sitofp(dots[row], _FLOATS), scale, acc)
                     if minimums:
-                        total = builder.fmul(builder.sitofp(total_of(row), _FLOAT), factor)
-                        acc = _fma(builder, minimums[part], splat(builder, total), acc)
+                        acc = _fma(builder, minimums[part], splat(builder, sum_term(row, _FLOAT)), acc)
                     builder.store(acc, sums[row])
     for row in range(rows):
         place = builder.inttoptr(builder.add(out, builder.mul(out_stride, int_(row))), pointer)
         builder.store(builder.load(sums[row]), builder.bitcast(place, _FLOATS.as_pointer()), align=4)
 
 
-def _totals(builder: ir.IRBuilder, layout: WeightFormat, pointer: ir.Value) -> list[ir.Value]:
-    """Returns the sum of activations of each part of a group with its own scale; `pointer`: the sums of sixteen."""
-    halves = [load(builder, pointer, _I32, 0), load(builder, pointer, _I32, 4)]
-    return halves if layout.scales == 2 else [builder.add(*halves)]
-
-
 def _vector_dots(
     builder: ir.IRBuilder, layout: WeightFormat, how: str, codes_of: Callable[[int], ir.Value], vectors: range,
-    activations: Sequence[ir.Value], zero: int, total_of: Callable[[int], ir.Value],
+    activations: Sequence[ir.Value], sum_term: Callable[[int, ir.Type], ir.Value] | None,
 ) -> list[ir.Value]:  # fmt: skip
-    """Returns the dot products of code vectors `vectors`, less `zero`, with the rows at addresses `activations`.
+    """Returns the dot products of code vectors `vectors` with the rows at addresses `activations`.
 
-    total_of: emits the sum of a row's activations.
+    sum_term: emits what is added to a row's; None for nothing.
     """
 
     def start(row: int) -> ir.Value:
-        return splat(builder, builder.mul(total_of(row), ir.Constant(_I32, -zero)))
+        return splat(builder, sum_term(row, _I32)) if sum_term else ir.Constant(_INTS, None)
 
     if how == "avx2":
         dots = group_dots(builder, layout, codes_of, vectors, activations)
-        return [builder.add(dot, start(row)) for row, dot in enumerate(dots)] if zero else dots
+        return [builder.add(dot, start(row)) for row, dot in enumerate(dots)] if sum_term else dots
     codes, dots = [codes_of(vector) for vector in vectors], []
     for row, address in enumerate(activations):
         dot = start(row)
@@ -230,8 +266,11 @@ def _dots(name: str, rows: int, wide: int, how: str) -> Any:
     @cfunc(DOTS_SIGNATURE, cache=True, nopython=True)
     def dots(weights, x, x_scales, x_sums, out, out_stride, columns, first_tile, end_tile, taken):
         tile_bytes = columns // block_columns * record + 0 * code_version
+        sum_terms = _terms_of_sums(name, how, x_scales, x_sums, columns, taken)
         for tile in range(first_tile, end_tile):
             place = weights + tile * tile_bytes
-            _tile_dots(name, rows, wide, how, place, x, x_scales, x_sums, out + tile * 64, out_stride, columns, taken)
+            _tile_dots(
+                name, rows, wide, how, place, x, x_scales, sum_terms, out + tile * 64, out_stride, columns, taken
+            )
 
     return dots
