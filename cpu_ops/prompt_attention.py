@@ -1,7 +1,8 @@
-"""Causal attention of a prompt chunk to earlier tokens and to itself, in bfloat16 on CPUs with bfloat16 products.
+"""Causal attention of a prompt chunk to earlier tokens and to itself, in the model's dtype.
 
-It uses the online softmax of FlashAttention (Dao et al. 2022, arXiv:2205.14135, algorithm 1) for all query heads of a
-kv head together. Keys and values of a few tokens at a time are laid out as pairs for the dot products
+The kernel for bfloat16 is here; it needs a CPU with bfloat16 products. `prompt_attention_float32` has the one for
+float32. It uses the online softmax of FlashAttention (Dao et al. 2022, arXiv:2205.14135, algorithm 1) for all query
+heads of a kv head together. Keys and values of a few tokens at a time are laid out as pairs for the dot products
 (`bfloat16_tiles`) and multiplied with all queries of a work item. The layout therefore costs little, and no buffer
 grows with the prompt.
 """
@@ -14,7 +15,7 @@ from numba import njit, types
 
 from hetero_kv.cpu_ops.amx_tiles import multiplies_by_tiles
 from hetero_kv.cpu_ops.array_checks import check_chunk
-from hetero_kv.cpu_ops.bfloat16_bits import float_to_bfloat16
+from hetero_kv.cpu_ops.bfloat16_bits import NUMBERS, float_to_bfloat16
 from hetero_kv.cpu_ops.bfloat16_tiles import COLUMNS, LANES, add_values_bf16, row_largest, row_weights, score_tile_bf16
 from hetero_kv.cpu_ops.code_version import CODE_VERSION
 from hetero_kv.cpu_ops.cpu_features import has, isa
@@ -22,6 +23,7 @@ from hetero_kv.cpu_ops.device_function import device_function
 from hetero_kv.cpu_ops.exponential import LN_2, LOG2_E, exp2, row_softcap
 from hetero_kv.cpu_ops.kernel_address import address_of
 from hetero_kv.cpu_ops.parallel_region import REGION, arguments_at, call_region, region_arguments
+from hetero_kv.cpu_ops.prompt_attention_float32 import float32_region
 from hetero_kv.cpu_ops.prompt_attention_tiles import tiles_region
 from hetero_kv.cpu_ops.scratch import scratch
 from hetero_kv.cpu_ops.threads import kernel_threads
@@ -43,6 +45,11 @@ def attends_in_bfloat16(k_dim: int, v_dim: int) -> bool:
     return instructions and k_dim % LANES == 0 and v_dim % LANES == 0
 
 
+def attends_in_float32() -> bool:
+    """Whether `attend_prompt` is the fastest choice in float32: where it was measured, under AVX2."""
+    return isa() == "avx2"
+
+
 def attend_prompt(
     q: np.ndarray,
     past_k: np.ndarray,
@@ -57,51 +64,58 @@ def attend_prompt(
     """Softmax attention of n tokens to `past` earlier tokens and, causally, to themselves.
 
     q: [batch, kv_heads * group, n, k_dim], past_k: [batch, kv_heads, past, k_dim], past_v: [batch, kv_heads, past,
-    v_dim], k: [batch, kv_heads, n, k_dim], v: [batch, kv_heads, n, v_dim]: bits of bfloat16, uint16; only the last
-    dimension must be contiguous. scale, above 0, multiplies the scores; softcap c > 0 then turns them into
-    c * tanh(score / c). window: a query sees this many of the last tokens, including its own (None: all). threads:
-    number of threads (None: Numba's setting).
+    v_dim], k: [batch, kv_heads, n, k_dim], v: [batch, kv_heads, n, v_dim]: float32, or the bits of bfloat16, uint16.
+    scale, above 0, multiplies the scores; softcap c > 0 then turns them into c * tanh(score / c). window: a query sees
+    this many of the last tokens, including its own (None: all). threads: number of threads (None: Numba's setting).
 
-    Factors and weights are bfloat16, and all sums are float32.
+    Factors and weights have the inputs' dtype, and all sums are float32.
 
-    Returns out [batch, n, heads, v_dim], bits of bfloat16, and lse [batch, heads, n] float32, the natural logarithm of
-    the sum of exp(score). Raises ValueError or TypeError for arrays that do not fit together or that the CPU cannot
+    Returns out [batch, n, heads, v_dim], of the inputs' dtype, and lse [batch, heads, n] float32, the natural logarithm
+    of the sum of exp(score). Raises ValueError or TypeError for arrays that do not fit together or that the CPU cannot
     multiply (`attends_in_bfloat16`).
     """
     inputs = (q, past_k, past_v, k, v)
-    if any(each.ndim != 4 or each.dtype != np.uint16 for each in inputs):
-        raise TypeError("q, past_k, past_v, k and v must have four dimensions and be the bits of bfloat16 (uint16)")
+    dtype = q.dtype
+    if any(each.ndim != 4 or each.dtype != dtype for each in inputs) or dtype.name not in NUMBERS:
+        raise TypeError(
+            "q, past_k, past_v, k and v must have four dimensions and be float32 or the bits of bfloat16 (uint16)"
+        )
     batch, heads, n, k_dim = q.shape
     v_dim, past = v.shape[3], past_k.shape[2]
     check_chunk(*inputs)
     if not scale > 0 or (window is not None and window < 1):
         raise ValueError(f"scale is {scale} and window {window}; they must be above 0")
-    if k_dim % LANES or v_dim % LANES or not has("avx512bf16"):
+    if dtype == np.uint16 and (k_dim % LANES or v_dim % LANES or not has("avx512bf16")):
         raise ValueError(f"dims {k_dim} and {v_dim} must be multiples of {LANES}, on a CPU with AVX512_BF16")
-    arrays = [each if each.strides[3] == 2 else np.ascontiguousarray(each) for each in inputs]
-    out = np.empty((batch, n, heads, v_dim), np.uint16)
+    arrays = [each if each.strides[3] == each.itemsize else np.ascontiguousarray(each) for each in inputs]
+    out = np.empty((batch, n, heads, v_dim), dtype)
     lse = np.empty((batch, heads, n), np.float32)
-    region = address_of(_region(k_dim, v_dim, softcap > 0))
+    region = address_of(_region(dtype.name, k_dim, v_dim, softcap > 0))
     arguments = (*arrays, float(scale), float(softcap), past + n if window is None else window, out, lse)
     with kernel_threads(threads) as used:
-        call_region("attend prompt", "", region, arguments, used)
+        call_region("attend prompt", dtype.name, region, arguments, used)
     return out, lse
 
 
-def compile_for(k_dim: int, v_dim: int, softcapped: bool) -> None:
-    """Compile the kernel of one shape, or load it from Numba's on-disk cache, before the first prompt needs it."""
-    _region(k_dim, v_dim, softcapped)
+def compile_for(dtype: str, k_dim: int, v_dim: int, softcapped: bool) -> None:
+    """Compile the kernel of one shape, or load it from Numba's on-disk cache, before the first prompt needs it.
+
+    dtype: of the arrays, 'float32' or 'uint16'.
+    """
+    _region(dtype, k_dim, v_dim, softcapped)
 
 
 @region_arguments("attend prompt")
-def _arguments(_: str) -> tuple[Any, ...]:
+def _arguments(dtype: str) -> tuple[Any, ...]:
     """(q, past_k, past_v, k, v, scale, softcap, window, out, lse)."""
-    bits, real3 = types.Array(types.uint16, 4, "A"), types.Array(types.float32, 3, "C")
-    out = types.Array(types.uint16, 4, "C")
-    return bits, bits, bits, bits, bits, types.float64, types.float64, types.int64, out, real3
+    numbers, real3 = types.Array(NUMBERS[dtype], 4, "A"), types.Array(types.float32, 3, "C")
+    out = types.Array(NUMBERS[dtype], 4, "C")
+    return numbers, numbers, numbers, numbers, numbers, types.float64, types.float64, types.int64, out, real3
 
 
-def _region(k_dim: int, v_dim: int, softcapped: bool) -> Any:
+def _region(dtype: str, k_dim: int, v_dim: int, softcapped: bool) -> Any:
+    if dtype == "float32":
+        return float32_region(isa(), k_dim, v_dim, softcapped)
     if multiplies_by_tiles():
         return tiles_region(k_dim, v_dim, softcapped)
     return _vector_region(k_dim, v_dim, softcapped)
@@ -116,7 +130,7 @@ def _vector_region(k_dim: int, v_dim: int, softcapped: bool) -> Any:
 
     @njit(REGION, cache=True, nogil=True, error_model="numpy", fastmath={"contract", "nsz"})
     def attend(thread, threads, arguments):
-        q, past_k, past_v, k, v, scale, softcap, window, out, lse = arguments_at("attend prompt", "", arguments)
+        q, past_k, past_v, k, v, scale, softcap, window, out, lse = arguments_at("attend prompt", "uint16", arguments)
         batch, heads, n, _ = q.shape
         kv_heads, past = k.shape[1], past_k.shape[2]
         group = heads // kv_heads

@@ -56,7 +56,7 @@ def tiles_region(k_dim: int, v_dim: int, softcapped: bool) -> Any:
 
     @njit(REGION, cache=True, nogil=True, error_model="numpy", fastmath={"contract", "nsz"})
     def attend(thread, threads, arguments):
-        q, past_k, past_v, k, v, scale, softcap, window, out, lse = arguments_at("attend prompt", "", arguments)
+        q, past_k, past_v, k, v, scale, softcap, window, out, lse = arguments_at("attend prompt", "uint16", arguments)
         batch, heads, n, _ = q.shape
         kv_heads, past = k.shape[1], past_k.shape[2]
         group = heads // kv_heads

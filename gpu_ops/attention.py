@@ -1,25 +1,27 @@
 """Dense attention with its log-sum-exp, on any device, from the best kernel available.
 
 `tiled_attention` is plain torch and defines the result. A CPU uses torch's flash kernel, or
-`cpu_ops.prompt_attention` for bfloat16 prompts if the CPU multiplies bfloat16. A GPU uses the kernel that
+`cpu_ops.prompt_attention` for prompts where that is faster. A GPU uses the kernel that
 `gpu_ops.attention_backend` chooses.
 """
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
 from hetero_kv.cpu_ops import prompt_attention
-from hetero_kv.cpu_ops.prompt_attention import attend_prompt, attends_in_bfloat16
+from hetero_kv.cpu_ops.prompt_attention import attend_prompt, attends_in_bfloat16, attends_in_float32
 from hetero_kv.cpu_ops.threads import at_most
 from hetero_kv.gpu_ops import flash_attn_package
 from hetero_kv.gpu_ops.attention_backend import AttentionKernel, kernel_for
 from hetero_kv.gpu_ops.flash import flash_attention
 from hetero_kv.gpu_ops.merge import apply_sink, merge_attention
 from hetero_kv.gpu_ops.tiled_attention import QUERY_TILE, tiled_attention
+from hetero_kv.weights.kernel_arrays import ARRAY_DTYPES, bits
 
-# Least number of queries for a kernel that copies all keys to a new layout.
-_LEAST_QUERIES = 32
+# Least number of queries for the CPU's prompt kernel, which copies all keys to a new layout.
+_LEAST_QUERIES = {torch.bfloat16: 32, torch.float32: 128}
 # Looked up once, because every decoded token calls it in every layer.
 _CPU_FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 
@@ -108,8 +110,8 @@ def chunk_attention(
     """
     kv_heads, past = past_k.shape[1], past_k.shape[2]
     group = q.shape[1] // kv_heads
-    if _is_natively_bfloat16(q, v):
-        return _with_sink(*_natively(q, past_k, past_v, k, v, scale, softcap), sink)
+    if _takes_prompt_kernel(q, v):
+        return _with_sink(*_by_prompt_kernel(q, past_k, past_v, k, v, scale, softcap), sink)
     if q.is_cuda and kernel_for(q, k, v, is_plain=not softcap) is AttentionKernel.TRITON:
         return flash_attention(q, past_k, past_v, k, v, scale, softcap, sink=sink)
     out, lse = attention_with_lse(q, _repeated(k, group), _repeated(v, group), scale, softcap, causal=True)
@@ -147,8 +149,8 @@ def sliding_window_attention(
         return _with_sink(out.reshape(batch, heads, 1, -1), lse.reshape(batch, heads, 1), sink)
     past = slice(max(0, m - n - window + 1), m - n)
     parts = k[:, :, past], v[:, :, past], k[:, :, m - n :], v[:, :, m - n :]
-    if _is_natively_bfloat16(q, v):
-        return _with_sink(*_natively(q, *parts, scale, softcap, window), sink)
+    if _takes_prompt_kernel(q, v):
+        return _with_sink(*_by_prompt_kernel(q, *parts, scale, softcap, window), sink)
     if q.is_cuda:
         hides = m > window
         kernel = kernel_for(q, k, v, is_plain=not (softcap or hides))
@@ -185,31 +187,32 @@ def _masked_by_tiles(
 
 def compile_for_prompts(dtype: torch.dtype, device: torch.device, k_dim: int, v_dim: int, softcapped: bool) -> None:
     """Compile the CPU kernels that `chunk_attention` needs for a model, before the first prompt needs them."""
-    if dtype is torch.bfloat16 and device.type == "cpu" and attends_in_bfloat16(k_dim, v_dim):
-        prompt_attention.compile_for(k_dim, v_dim, softcapped)
+    if device.type == "cpu" and _is_fast(dtype, k_dim, v_dim):
+        prompt_attention.compile_for(np.dtype(ARRAY_DTYPES[dtype]).name, k_dim, v_dim, softcapped)
 
 
-def _is_natively_bfloat16(q: torch.Tensor, v: torch.Tensor) -> bool:
-    """Whether the CPU's prompt kernel supports these queries and values."""
-    return (
-        q.dtype is torch.bfloat16
-        and q.device.type == "cpu"
-        and q.shape[2] >= _LEAST_QUERIES
-        and attends_in_bfloat16(q.shape[3], v.shape[3])
-    )
+def _is_fast(dtype: torch.dtype, k_dim: int, v_dim: int) -> bool:
+    """Whether the CPU's prompt kernel is the fastest choice for numbers of this dtype."""
+    if dtype is torch.float32:
+        return attends_in_float32()
+    return dtype is torch.bfloat16 and attends_in_bfloat16(k_dim, v_dim)
 
 
-def _natively(
+def _takes_prompt_kernel(q: torch.Tensor, v: torch.Tensor) -> bool:
+    """Whether the CPU's prompt kernel is the fastest choice for these queries and values."""
+    on_cpu = q.device.type == "cpu" and _is_fast(q.dtype, q.shape[3], v.shape[3])
+    return on_cpu and q.shape[2] >= _LEAST_QUERIES[q.dtype]
+
+
+def _by_prompt_kernel(
     q: torch.Tensor, past_k: torch.Tensor, past_v: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float,
     softcap: float | None, window: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """`chunk_attention` by the CPU's kernel, limited to the last `window` keys if that is set."""
     threads = at_most(torch.get_num_threads())
-    queries, past_keys, past_values, keys, values = (
-        each.detach().view(torch.uint16).numpy() for each in (q, past_k, past_v, k, v)
-    )
+    queries, past_keys, past_values, keys, values = (bits(each.detach()) for each in (q, past_k, past_v, k, v))
     out, lse = attend_prompt(queries, past_keys, past_values, keys, values, scale, softcap or 0.0, window, threads)
-    return torch.from_numpy(out).view(torch.bfloat16).transpose(1, 2), torch.from_numpy(lse)
+    return torch.from_numpy(out).view(q.dtype).transpose(1, 2), torch.from_numpy(lse)
 
 
 def _repeated(t: torch.Tensor, group: int) -> torch.Tensor:

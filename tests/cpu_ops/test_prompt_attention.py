@@ -83,9 +83,9 @@ def test_a_chunk_attends_to_its_past_and_causally_to_itself(
 
 @pytest.mark.skipif(not multiplies_by_tiles(), reason="this CPU has no tiles of bfloat16")
 def test_tiles_are_taken_where_there_are_any():
-    assert prompt_attention._region(32, 48, False) is tiles_region(32, 48, False)
+    assert prompt_attention._region("uint16", 32, 48, False) is tiles_region(32, 48, False)
     with kernel(False):
-        assert prompt_attention._region(32, 48, False) is not tiles_region(32, 48, False)
+        assert prompt_attention._region("uint16", 32, 48, False) is not tiles_region(32, 48, False)
 
 
 @pytest.mark.parametrize("by_tiles", KERNELS)
