@@ -96,14 +96,16 @@ def _splat(value: Any, lanes: int) -> ir.Constant:
 
 
 def _scale(builder: ir.IRBuilder, group: ir.Value, lanes: int) -> ir.Value:
-    """Returns a GGML group's float16 scale, its first two bytes, in every lane."""
-    pointer = builder.bitcast(group, ir.IntType(16).as_pointer())
-    half = builder.bitcast(builder.load(pointer, align=2), ir.HalfType())
-    vector = ir.VectorType(FLOAT, lanes)
-    zero = ir.Constant(ir.IntType(32), 0)
-    first = builder.insert_element(ir.Constant(vector, ir.Undefined), builder.fpext(half, FLOAT), zero)
+    """Returns a GGML group's float16 scale, its first two bytes, in every lane.
+
+    All lanes are widened: for one alone, x86 inserts it into a register, and waits for whatever wrote that one before.
+    """
+    short = builder.load(builder.bitcast(group, ir.IntType(16).as_pointer()), align=2)
+    vector = ir.VectorType(short.type, lanes)
+    first = builder.insert_element(ir.Constant(vector, ir.Undefined), short, ir.Constant(ir.IntType(32), 0))
     mask = ir.Constant(ir.VectorType(ir.IntType(32), lanes), [0] * lanes)
-    return builder.shuffle_vector(first, ir.Constant(vector, ir.Undefined), mask)
+    every = builder.shuffle_vector(first, ir.Constant(vector, ir.Undefined), mask)
+    return builder.fpext(builder.bitcast(every, ir.VectorType(ir.HalfType(), lanes)), ir.VectorType(FLOAT, lanes))
 
 
 @register_storage("float32", np.float32, np.float32)
