@@ -85,6 +85,18 @@ def test_a_tensor_that_is_missing_is_named(llama, llama_file, number):
         WeightMap.of(llama, replace(llama_file, tensors=tuple(tensors)))
 
 
+@pytest.mark.parametrize("rows", [1, 31, 33])
+def test_a_tensor_of_another_shape_than_its_transform_takes_is_named(llama, rows):
+    file = header("llama", tensors=llama_tensors() | {"blk.1.attn_k.weight": (rows, 64)})
+    weights = WeightMap.of(llama, file)
+    (info,) = (each for each in file.tensors if each.name == "blk.1.attn_k.weight")
+    refused = pytest.raises(ModelError, match=rf"'blk\.1\.attn_k\.weight' of shape \[{rows}, 64\] does not fit")
+    with refused:
+        weights.row_order(info)
+    with refused:
+        weights.numbers(info, np.zeros(info.shape, np.float32))
+
+
 def by_pairs(rows, heads):
     """Llama's: of each head both halves of a pair side by side."""
     return rows.reshape(heads, 2, -1).swapaxes(1, 2).reshape(-1)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -132,7 +133,10 @@ class WeightMap:
         if transform is not None and not transform.keeps_blocks:
             return None
         rows = None if transform is None else transform.rows
-        return np.arange(info.shape[0]) if rows is None else rows(info.shape[0], self._config_of(info))
+        if rows is None:
+            return np.arange(info.shape[0])
+        with _fitting(info):
+            return rows(info.shape[0], self._config_of(info))
 
     def part_rows(self, info: TensorInfo) -> np.ndarray:
         """The parameter's row for each row of a tensor that is a part of it."""
@@ -177,10 +181,28 @@ class WeightMap:
         return leaf == "weight" and hasattr(module, "load_blocks")
 
     def numbers(self, info: TensorInfo, data: np.ndarray) -> np.ndarray:
-        """The tensor as numbers of the parameter, with the converter's transform undone."""
+        """The tensor as numbers of the parameter, with the converter's transform undone.
+
+        Raises ModelError for a tensor of another shape than the transform takes; so does `row_order`.
+        """
         numbers = numbers_of_blocks(data, info.quantization)
         transform = self.targets[info.name].transform
-        return numbers if transform is None else transform.apply(numbers, self._config_of(info))
+        if transform is None:
+            return numbers
+        with _fitting(info):
+            return transform.apply(numbers, self._config_of(info))
+
+
+@contextmanager
+def _fitting(info: TensorInfo) -> Iterator[None]:
+    """Within this context a transform's failure names the tensor."""
+    try:
+        yield
+    except (ValueError, IndexError) as error:
+        raise ModelError(
+            f"tensor {info.name!r} of shape {list(info.shape)} does not fit the model's configuration; download the "
+            "file again, or convert it again"
+        ) from error
 
 
 class _ParameterPaths:
