@@ -7,7 +7,6 @@
 
 from __future__ import annotations
 
-import numpy as np
 import torch
 
 from hetero_kv.cpu_ops import prompt_attention
@@ -18,10 +17,11 @@ from hetero_kv.gpu_ops.attention_backend import AttentionKernel, kernel_for
 from hetero_kv.gpu_ops.flash import flash_attention
 from hetero_kv.gpu_ops.merge import apply_sink, merge_attention
 from hetero_kv.gpu_ops.tiled_attention import QUERY_TILE, tiled_attention
-from hetero_kv.weights.kernel_arrays import ARRAY_DTYPES, bits
 
 # Least number of queries for the CPU's prompt kernel, which copies all keys to a new layout.
 _LEAST_QUERIES = {torch.bfloat16: 32, torch.float32: 128}
+# As what that kernel's arrays are viewed, by the model's dtype.
+_VIEWS = {torch.bfloat16: torch.uint16, torch.float32: torch.float32}
 # Looked up once, because every decoded token calls it in every layer.
 _CPU_FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 
@@ -188,7 +188,7 @@ def _masked_by_tiles(
 def compile_for_prompts(dtype: torch.dtype, device: torch.device, k_dim: int, v_dim: int, softcapped: bool) -> None:
     """Compile the CPU kernels that `chunk_attention` needs for a model, before the first prompt needs them."""
     if device.type == "cpu" and _is_fast(dtype, k_dim, v_dim):
-        prompt_attention.compile_for(np.dtype(ARRAY_DTYPES[dtype]).name, k_dim, v_dim, softcapped)
+        prompt_attention.compile_for(str(_VIEWS[dtype]).removeprefix("torch."), k_dim, v_dim, softcapped)
 
 
 def _is_fast(dtype: torch.dtype, k_dim: int, v_dim: int) -> bool:
@@ -210,7 +210,9 @@ def _by_prompt_kernel(
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """`chunk_attention` by the CPU's kernel, limited to the last `window` keys if that is set."""
     threads = at_most(torch.get_num_threads())
-    queries, past_keys, past_values, keys, values = (bits(each.detach()) for each in (q, past_k, past_v, k, v))
+    queries, past_keys, past_values, keys, values = (
+        each.detach().view(_VIEWS[q.dtype]).numpy() for each in (q, past_k, past_v, k, v)
+    )
     out, lse = attend_prompt(queries, past_keys, past_values, keys, values, scale, softcap or 0.0, window, threads)
     return torch.from_numpy(out).view(q.dtype).transpose(1, 2), torch.from_numpy(lse)
 
