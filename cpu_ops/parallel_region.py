@@ -124,6 +124,11 @@ def _caller(kind: str, variant: str) -> Any:
     return call
 
 
+def compile_call(kind: str, variant: str) -> None:
+    """Compile what `call_region` calls, or load it from Numba's on-disk cache."""
+    _caller(kind, variant)
+
+
 def call_region(kind: str, variant: str, region: int, arguments: tuple[Any, ...], threads: int) -> None:
     """Run the region at address `region` on `threads` threads. The caller must own `threads.one_kernel_at_a_time`.
 

@@ -22,7 +22,7 @@ from hetero_kv.cpu_ops.cpu_features import has, isa
 from hetero_kv.cpu_ops.device_function import device_function
 from hetero_kv.cpu_ops.exponential import LN_2, LOG2_E, exp2, row_softcap
 from hetero_kv.cpu_ops.kernel_address import address_of
-from hetero_kv.cpu_ops.parallel_region import REGION, arguments_at, call_region, region_arguments
+from hetero_kv.cpu_ops.parallel_region import REGION, arguments_at, call_region, compile_call, region_arguments
 from hetero_kv.cpu_ops.prompt_attention_float32 import float32_region
 from hetero_kv.cpu_ops.prompt_attention_tiles import tiles_region
 from hetero_kv.cpu_ops.scratch import scratch
@@ -103,6 +103,7 @@ def compile_for(dtype: str, k_dim: int, v_dim: int, softcapped: bool) -> None:
     dtype: of the arrays, 'float32' or 'uint16'.
     """
     _region(dtype, k_dim, v_dim, softcapped)
+    compile_call("attend prompt", dtype)
 
 
 @region_arguments("attend prompt")
