@@ -92,11 +92,17 @@ def _add_plain_dot(builder: ir.IRBuilder, sums: ir.Value, codes: ir.Value, four:
 
 
 def _zero_of(layout: WeightFormat, how: str) -> tuple[int, int]:
-    """Returns what is added to signed codes, for instructions that take unsigned ones, and the code of zero then."""
-    if not layout.signed or how == "dotprod":
-        return 0, layout.zero
-    offset = offset_of(layout) if how == "avx2" else 128
-    return offset, offset
+    """Returns what is added to signed codes, for instructions that take unsigned ones, and the code of zero then.
+
+    Raises NotImplementedError for a format that has a minimum and another code of zero than 0.
+    """
+    offset = 0
+    if layout.signed and how != "dotprod":
+        offset = offset_of(layout) if how == "avx2" else 128
+    zero = offset or layout.zero
+    if zero and layout.has_minimum:
+        raise NotImplementedError(f"{layout.name} has a minimum and zero is code {zero}; declare one of the two")
+    return offset, zero
 
 
 @intrinsic(prefer_literal=True)
@@ -245,9 +251,9 @@ def dots_address(name: str, rows: int) -> int:
 
     void (weights, x, x_scales, x_sums, out, out_stride, columns, first_tile, end_tile, taken), all int64: five
     addresses, the bytes between rows of out, the columns of the matrix, the range of tiles, and the number of rows, a
-    multiple of `rows`. x is [taken, columns] int8, x_scales [taken, columns / 32] float32, x_sums [taken, columns / 16]
-    int32. Tile t is written to columns 16t to 16t + 15 of out. For formats of 16-bit numbers, x is [taken, columns]
-    float32, and x_scales and x_sums are not read.
+    multiple of `rows`. There are few rows: what their sums add lies on the stack. x is [taken, columns] int8, x_scales
+    [taken, columns / 32] float32, x_sums [taken, columns / 16] int32. Tile t is written to columns 16t to 16t + 15 of
+    out. For formats of 16-bit numbers, x is [taken, columns] float32, and x_scales and x_sums are not read.
     """
     if number := FORMATS[name].number:
         is_wide = isa() == "avx512"

@@ -1,6 +1,7 @@
 """The kernels' inner loops compile to vector instructions, also for other processors than this one."""
 
 import re
+from dataclasses import replace
 
 import llvmlite.binding as llvm
 import pytest
@@ -101,6 +102,14 @@ def test_products_with_codes_are_vector_instructions(name, how):
     assert bool(re.search(lookup, text)) or not FORMATS[name].table
     # Scales of float16 become float32 sixteen at a time, by no call of a function.
     assert not re.search(r"\b(call|bl)\s", text)
+
+
+@pytest.mark.parametrize(("name", "change", "how"), [("Q4_K", {"zero": 8}, "avx2"), ("Q8_0", {}, "vnni512")])
+def test_a_format_with_a_minimum_and_another_zero_is_refused(name, change, how):
+    builder, arguments = function(ir.Module(), "dots", *[INT] * 7)
+    layout = replace(FORMATS[name], has_minimum=True, **change)
+    with pytest.raises(NotImplementedError, match=f"{name} has a minimum and zero is code (8|128); declare one"):
+        emit_tile(builder, layout, 2, how, *arguments)
 
 
 @pytest.mark.parametrize("isa", [isa for isa in ISAS if isa != "generic"])
