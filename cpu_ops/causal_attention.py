@@ -37,8 +37,8 @@ _ROWS = 4
 """Rows of a register tile; a tile has 4 vectors of columns on CPUs with 32 vector registers, else 2."""
 _FEWEST_QUERIES, _FEWEST_BY_TILES = 33, 14
 """Of fewer, most of a tile of the bfloat16 kernel would be empty, without AMX and with it."""
-_MASKED = np.float32(-3e38)
-"""Score of a token after the query. It is finite, so that a query which sees nothing in a tile has a finite maximum."""
+MASKED = np.float32(-3e38)
+"""Score of a token that a query does not see. It is finite, so that a query which sees none has a finite maximum."""
 
 
 def attend_blocks_causal(
@@ -263,7 +263,7 @@ def _region(
                     if position + filled > base + column // group + 1:
                         for n in range(column, stop):
                             for t in range(max(0, base + n // group + 1 - position), filled):
-                                scores[t, n - column] = _MASKED
+                                scores[t, n - column] = MASKED
                     for each in range(vectors):
                         at = column + each * lanes
                         if rows_most(lanes, lanes, scores, each * lanes, tile_columns, filled, most, at, fresh, at):

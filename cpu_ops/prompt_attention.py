@@ -65,8 +65,9 @@ def attend_prompt(
 
     q: [batch, kv_heads * group, n, k_dim], past_k: [batch, kv_heads, past, k_dim], past_v: [batch, kv_heads, past,
     v_dim], k: [batch, kv_heads, n, k_dim], v: [batch, kv_heads, n, v_dim]: float32, or the bits of bfloat16, uint16.
-    scale, above 0, multiplies the scores; softcap c > 0 then turns them into c * tanh(score / c). window: a query sees
-    this many of the last tokens, including its own (None: all). threads: number of threads (None: Numba's setting).
+    scale multiplies the scores, and is above 0 in bfloat16; softcap c > 0 then turns them into c * tanh(score / c).
+    window: a query sees this many of the last tokens, including its own (None: all). threads: number of threads (None:
+    Numba's setting).
 
     Factors and weights have the inputs' dtype, and all sums are float32.
 
@@ -83,7 +84,7 @@ def attend_prompt(
     batch, heads, n, k_dim = q.shape
     v_dim, past = v.shape[3], past_k.shape[2]
     check_chunk(*inputs)
-    if not scale > 0 or (window is not None and window < 1):
+    if (dtype == np.uint16 and not scale > 0) or (window is not None and window < 1):
         raise ValueError(f"scale is {scale} and window {window}; they must be above 0")
     if dtype == np.uint16 and (k_dim % LANES or v_dim % LANES or not has("avx512bf16")):
         raise ValueError(f"dims {k_dim} and {v_dim} must be multiples of {LANES}, on a CPU with AVX512_BF16")

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from numba import njit
 
+from hetero_kv.cpu_ops.causal_attention import MASKED
 from hetero_kv.cpu_ops.code_version import CODE_VERSION
 from hetero_kv.cpu_ops.cpu_features import ISAS
 from hetero_kv.cpu_ops.exponential import LN_2, LOG2_E, exp2, row_softcap
@@ -26,8 +27,6 @@ _ROWS = 4
 """Rows of a register tile; a tile has 4 vectors of columns on CPUs with 32 vector registers, else 2."""
 _ITEM_QUERIES = 512
 """Queries of a work item: their sums fit into the L2 cache."""
-_MASKED = np.float32(-3e38)
-"""Score of a token that a query does not see. It is finite, so that a query which sees none has a finite maximum."""
 
 
 @cache
@@ -39,7 +38,7 @@ def float32_region(instructions: str, k_dim: int, v_dim: int, softcapped: bool) 
     width, item_queries = most_vectors * lanes, _ITEM_QUERIES
     v_full = v_pad // width * width
     v_rest = (v_pad - v_full) // lanes
-    tokens, height, wide, masked = _TOKENS, _ROWS, most_vectors == 4, _MASKED
+    tokens, height, wide, masked = _TOKENS, _ROWS, most_vectors == 4, MASKED
     code_version = CODE_VERSION
 
     @njit(REGION, cache=True, nogil=True, error_model="numpy", fastmath={"contract", "nsz"})

@@ -188,7 +188,7 @@ def _masked_by_tiles(
 def compile_for_prompts(dtype: torch.dtype, device: torch.device, k_dim: int, v_dim: int, softcapped: bool) -> None:
     """Compile the CPU kernels that `chunk_attention` needs for a model, before the first prompt needs them."""
     if device.type == "cpu" and _is_fast(dtype, k_dim, v_dim):
-        prompt_attention.compile_for(str(_VIEWS[dtype]).removeprefix("torch."), k_dim, v_dim, softcapped)
+        prompt_attention.compile_for("float32" if dtype is torch.float32 else "uint16", k_dim, v_dim, softcapped)
 
 
 def _is_fast(dtype: torch.dtype, k_dim: int, v_dim: int) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest.mock import Mock
+
 import numpy as np
 import pytest
 import torch
@@ -94,17 +96,28 @@ def test_masked_keys_have_no_weight_at_large_scales():
     assert np.isfinite(out).all()
 
 
+@pytest.mark.parametrize("scale", [0.0, -0.3])
+def test_scales_need_not_be_positive(scale):
+    q, *others = problem(1, 1, 2, 70, 40, 20, 44, 7)
+    out, lse = attend_prompt(q.numpy(), *(each.numpy() for each in others), scale)
+    expected = reference(q * (scale / SCALE), *others)
+    assert_close(torch.from_numpy(out).transpose(1, 2), torch.from_numpy(lse), *expected)
+
+
 @pytest.mark.skipif("avx2" not in available(), reason="other CPUs take other kernels")
 def test_dense_attention_takes_it_for_prompts(monkeypatch):
     inputs = q, past_k, past_v, k, v = problem(1, 2, 2, 70, 128, 20, 44, 5)
     whole = torch.cat([past_k, k], 2), torch.cat([past_v, v], 2)
     with forced_isa("avx2"):
-        monkeypatch.setattr(attention, "attention_with_lse", None)
+        by_torch = Mock(side_effect=attention.attention_with_lse)
+        monkeypatch.setattr(attention, "attention_with_lse", by_torch)
         assert_close(*chunk_attention(*inputs, SCALE), *reference(*inputs))
         assert_close(*chunk_attention(*inputs, SCALE, 3.0), *reference(*inputs, 3.0))
         assert_close(*sliding_window_attention(q, *whole, 50, SCALE), *reference(*inputs, window=50))
-        with pytest.raises(TypeError, match="'NoneType' object is not callable"):
-            chunk_attention(*problem(1, 2, 2, 70, 127, 20, 44, 5), SCALE)
+        assert not by_torch.called
+        shorter = problem(1, 2, 2, 70, 127, 20, 44, 5)
+        assert_close(*chunk_attention(*shorter, SCALE), *reference(*shorter))
+        assert by_torch.called
 
 
 def test_arrays_of_two_dtypes_are_refused():
