@@ -26,34 +26,36 @@ def offset_of(layout: WeightFormat) -> int:
     return -lowest if max(layout.table, default=0) - lowest < 128 else 0
 
 
-def sums_in_short(layout: WeightFormat) -> int:
-    """Returns how many sums of two products of a code and an activation can be added in 16 bits.
-
-    Codes of eight bits, whose sign moves to the activations, fill the 16 bits with two products.
-    """
+def largest_code(layout: WeightFormat) -> int:
+    """Returns the largest magnitude of a format's codes, or of the numbers of its table with `offset_of` added."""
     if layout.low_bits == 8:
-        return 1
-    offset = offset_of(layout)
-    numbers = [abs(number + offset) for number in layout.table]
-    largest = max(numbers, default=2 ** (layout.low_bits + layout.high_bits) - 1)
+        return 128
+    numbers = [abs(number + offset_of(layout)) for number in layout.table]
+    return max(numbers, default=2 ** (layout.low_bits + layout.high_bits) - 1)
+
+
+def sums_in_short(largest: int) -> int:
+    """Returns how many sums of two products of an activation and a code, at most `largest`, are added in 16 bits."""
     return (2**15 - 1) // (2 * largest * _LARGEST_ACTIVATION)
 
 
 def group_dots(
     builder: ir.IRBuilder,
-    layout: WeightFormat,
+    largest: int,
+    moves_signs: bool,
     codes_of: Callable[[int], ir.Value],
     vectors: Sequence[int],
     activations: Sequence[ir.Value],
 ) -> list[ir.Value]:
     """Emit the dot products of code vectors `vectors` of a group with each row of activations.
 
-    codes_of: emits a vector of codes.
-    activations: for each row, the address of the group's 32 activations.
+    largest: the largest magnitude of a code, at most 128. moves_signs: whether codes are signed, so that their signs
+    move to the activations. codes_of: emits a vector of codes. activations: for each row, the address of the group's 32
+    activations.
 
     Returns, for each row of activations, sixteen int32: one for each row of weights.
     """
-    together, moves_signs = sums_in_short(layout), layout.signed and not offset_of(layout)
+    together = sums_in_short(largest)
     dots = [[ir.Constant(_INTS, None)] * 2 for _ in activations]
     sums: list[ir.Value] = []
     for index, vector in enumerate(vectors):
@@ -70,11 +72,6 @@ def group_dots(
                 row_dots = dots[number // 2]
                 row_dots[number % 2] = builder.add(row_dots[number % 2], _widened(builder, each))
     return [joined(builder, each) for each in dots]
-
-
-def dots_of_fours(builder: ir.IRBuilder, codes: ir.Value, x: ir.Value) -> ir.Value:
-    """Returns the dot products of 32 unsigned codes of at most 6 bits and 32 activations, by fours."""
-    return _widened(builder, _products(builder, codes, x, False))
 
 
 def _products(builder: ir.IRBuilder, codes: ir.Value, x: ir.Value, signed: bool) -> ir.Value:

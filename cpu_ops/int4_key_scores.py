@@ -122,9 +122,10 @@ def _region(instructions: str, how: str, kind: str, group: int, k_dim: int, bloc
         shifts_scores = softcap > 0 or token_scores.shape[3] > 0
         code_shifts, mass_shifts = (mean_scores, no_shifts) if shifts_scores else (no_shifts, mean_scores)
         num_candidates, batch = _number_of(positions, list_count, kv_heads, places), np.zeros(at_once, np.int64)
-        mean_offsets, code_offsets, batch_places = (
+        mean_offsets, code_offsets, batch_places, next_codes = (
             np.empty(at_once, np.int64),
             np.empty(at_once, np.int64),
+            np.zeros(at_once, np.int64),
             np.zeros(at_once, np.int64),
         )
         first, last = num_candidates * thread // threads, num_candidates * (thread + 1) // threads
@@ -155,13 +156,13 @@ def _region(instructions: str, how: str, kind: str, group: int, k_dim: int, bloc
                         position = np.int64(-1)
                 if position >= 0:
                     batch[count], batch_places[count] = position, place
-                    count += 1
                     following = min(place + (chunk if scores_all else np.int64(_AHEAD)), end_place - 1)
                     ahead: Any = following if scores_all else np.int64(positions[row, own, following])
                     if ahead >= 0:
                         there = np.int64(table[row, ahead]) * kv_heads + head
-                        prefetch(codes, there * code_bytes, code_bytes)
+                        next_codes[count] = there * code_bytes
                         prefetch(means, there * (means.shape[2] * mean_units), mean_units)
+                    count += 1
                 if count < at_once and (place < stop - 1 or count == 0):
                     continue
                 # An incomplete last batch is filled up with its first block.
@@ -185,8 +186,8 @@ def _region(instructions: str, how: str, kind: str, group: int, k_dim: int, bloc
                         at,
                     )
                     code_scores(
-                        how, steps, group, tile_queries, block_size, at_once, tile, codes, code_offsets, its_words,
-                        its_factors, its_zeros, code_shifts, at, scores,
+                        how, steps, group, tile_queries, block_size, at_once, tile, codes, code_offsets, next_codes,
+                        its_words, its_factors, its_zeros, code_shifts, at, scores,
                     )  # fmt: skip
                     if softcap > 0:
                         size_of_tile = at_once * of_tile * block_size

@@ -12,10 +12,11 @@ from llvmlite import ir
 from numba.core import cgutils, types
 from numba.extending import intrinsic
 
+from hetero_kv.cpu_ops.avx2_dots import group_dots
 from hetero_kv.cpu_ops.exponential import LN_2
 from hetero_kv.cpu_ops.simd import emit_tile
 from hetero_kv.cpu_ops.storage import STORAGE_TYPES
-from hetero_kv.cpu_ops.vectors import Vectors, array_pointer, byte_pointer, integer, offset
+from hetero_kv.cpu_ops.vectors import Vectors, array_pointer, byte_pointer, integer, offset, prefetch_line
 from hetero_kv.cpu_ops.weight_codes import call_intrinsic, load, splat
 from hetero_kv.cpu_ops.weight_dots import add_dot
 
@@ -23,6 +24,10 @@ TOKENS, CHANNELS = 16, 8
 """Tokens of a tile, and channels of each token in a vector of codes."""
 ZERO = 8
 """The code of 0."""
+_LARGEST = 15
+"""The largest code."""
+_STEPS = 4
+"""Vectors of codes whose products AVX2 sums in 16 bits."""
 _SCALE_BYTES = 2
 """A token's scale, in half precision."""
 _BYTES, _WORDS = ir.VectorType(ir.IntType(8), 4 * TOKENS), ir.VectorType(ir.IntType(32), TOKENS)
@@ -84,13 +89,15 @@ def mean_scores_of(typingctx, lanes, storage, dim, group, queries, blocks, tile,
 
 @intrinsic(prefer_literal=True)
 def code_scores(
-    typingctx, how, steps, group, queries, tokens, blocks, tile, codes, places, x, factors, zeros, shifts, s_at, scores
-):
+    typingctx, how, steps, group, queries, tokens, blocks, tile, codes, places, next_places, x, factors, zeros, shifts,
+    s_at, scores,
+):  # fmt: skip
     """Write blocks' token scores for a tile of n queries: scores[(block * n + g) * tokens + t].
 
     A score is factors[g] * scale * product + shifts[s_at + block * n + g]. queries: in each of the group's tiles.
-    places: [blocks] int64, the offset of each block's codes in `codes`. x: [group, steps, 2] int32, four int8 numbers
-    each. zeros: [group] int32, initial values of products; factors: [group], shifts: float32.
+    places, next_places: [blocks] int64, the offset of each block's codes in `codes`, and of those that are prefetched
+    meanwhile: all lines at once would fill a core's queue, and the products would wait. x: [group, steps, 2] int32,
+    four int8 numbers each. zeros: [group] int32, initial values of products; factors: [group], shifts: float32.
     """
     instruction = how.literal_value
     count, of_group, of_tile, size, at_once = (each.literal_value for each in (steps, group, queries, tokens, blocks))
@@ -99,42 +106,77 @@ def code_scores(
         def at(array: Any, argument: int, place: ir.Value) -> ir.Value:
             return array_pointer(context, builder, array, arguments[argument], place)
 
-        pointers = [
-            byte_pointer(builder, each)
-            for each in _pointers(context, builder, codes, arguments[7], places, arguments[8], at_once)
-        ]
+        def blocks_at(argument: int) -> list[ir.Value]:
+            found = _pointers(context, builder, codes, arguments[7], places, arguments[argument], at_once)
+            return [byte_pointer(builder, each) for each in found]
+
+        pointers, next_pointers = blocks_at(8), blocks_at(9)
         first_query = builder.mul(arguments[6], integer(of_tile))
-        numbers, target = at(x, 9, builder.mul(first_query, integer(2 * count))), at(scores, 14, integer(0))
-        factor, zero = at(factors, 10, first_query), at(zeros, 11, first_query)
-        shift = at(shifts, 12, arguments[13])
-        low, four_bits = ir.Constant(_BYTES, [15] * _BYTES.count), ir.Constant(_BYTES, [4] * _BYTES.count)
+        numbers, target = at(x, 10, builder.mul(first_query, integer(2 * count))), at(scores, 15, integer(0))
+        factor, zero = at(factors, 11, first_query), at(zeros, 12, first_query)
+        shift = at(shifts, 13, arguments[14])
+        low, four_bits = ir.Constant(_BYTES, [_LARGEST] * _BYTES.count), ir.Constant(_BYTES, [4] * _BYTES.count)
 
         def number(array: ir.Value, place: int) -> ir.Value:
             return splat(builder, builder.load(builder.gep(array, [integer(place)])))
 
-        def score(tokens_at: int, rows: int) -> None:
-            beginning = [number(zero, g) for g in range(rows)]
-            products = [[cgutils.alloca_once_value(builder, each) for each in beginning] for _ in pointers]
+        def codes_of(block: int, vector: ir.Value, half: int) -> ir.Value:
+            place = builder.mul(vector, integer(_BYTES.count))
+            both = load(builder, builder.gep(pointers[block], [place]), _BYTES)
+            if half:
+                return builder.lshr(both, four_bits)
+            prefetch_line(builder, builder.gep(next_pointers[block], [place]), is_read_once=True)
+            return builder.and_(both, low)
+
+        def add_products(sums: list[list[ir.Value]], of_blocks: list[int], tokens_at: int) -> None:
+            """Add the products of each block's tokens and each query to `sums`, in memory."""
             with cgutils.for_range(builder, integer(count)) as loop:
                 vector = builder.add(loop.index, integer(tokens_at * count))
-                place = builder.mul(vector, integer(_BYTES.count))
-                both = [load(builder, builder.gep(pointer, [place]), _BYTES) for pointer in pointers]
-                halves = (
-                    [builder.and_(each, low) for each in both],
-                    [builder.lshr(each, four_bits) for each in both],
-                )
-                for half, parts in enumerate(halves):
-                    for g in range(rows):
+                for half in range(2):
+                    parts = [codes_of(block, vector, half) for block in of_blocks]
+                    for g in range(len(sums[0])):
                         index = builder.add(builder.mul(loop.index, integer(2)), integer(g * 2 * count + half))
                         four = builder.load(builder.gep(numbers, [index]))
-                        for part, sums in zip(parts, products, strict=True):
-                            product = add_dot(builder, instruction, builder.load(sums[g]), part, four)
-                            builder.store(product, sums[g])
-            for block, (pointer, sums) in enumerate(zip(pointers, products, strict=True)):
+                        for part, of_block in zip(parts, sums, strict=True):
+                            product = add_dot(builder, instruction, builder.load(of_block[g]), part, four)
+                            builder.store(product, of_block[g])
+
+        def add_products_in_shorts(sums: list[ir.Value], block: int, tokens_at: int) -> None:
+            """Add the products of a block's tokens and each query to `sums`, in memory, by AVX2."""
+
+            def add(first: ir.Value, vectors: int) -> None:
+                index = builder.mul(first, integer(2))
+                rows = [offset(builder, numbers, builder.add(index, integer(g * 2 * count))) for g in range(len(sums))]
+                addresses = [byte_pointer(builder, row) for row in rows]
+                start = builder.add(first, integer(tokens_at * count))
+
+                def codes(number: int) -> ir.Value:
+                    return codes_of(block, builder.add(start, integer(number // 2)), number % 2)
+
+                dots = group_dots(builder, _LARGEST, False, codes, range(vectors), addresses)
+                for where, dot in zip(sums, dots, strict=True):
+                    builder.store(builder.add(builder.load(where), dot), where)
+
+            groups, left = divmod(count, _STEPS)
+            with cgutils.for_range(builder, integer(groups)) as loop:
+                add(builder.mul(loop.index, integer(_STEPS)), 2 * _STEPS)
+            if left:
+                add(integer(count - left), 2 * left)
+
+        def score(of_blocks: list[int], tokens_at: int, rows: int) -> None:
+            beginning = [number(zero, g) for g in range(rows)]
+            sums = [[cgutils.alloca_once_value(builder, each) for each in beginning] for _ in of_blocks]
+            if instruction == "avx2":
+                (block,) = of_blocks
+                add_products_in_shorts(sums[0], block, tokens_at)
+            else:
+                add_products(sums, of_blocks, tokens_at)
+            for block, products in zip(of_blocks, sums, strict=True):
                 scale_at = size // TOKENS * count * _BYTES.count + tokens_at * TOKENS * _SCALE_BYTES
-                scales = builder.fpext(load(builder, pointer, _HALVES, scale_at), _FLOATS)
+                scales = builder.fpext(load(builder, pointers[block], _HALVES, scale_at), _FLOATS)
+                prefetch_line(builder, builder.gep(next_pointers[block], [integer(scale_at)]), is_read_once=True)
                 for g in range(rows):
-                    found = builder.sitofp(builder.load(sums[g]), _FLOATS)
+                    found = builder.sitofp(builder.load(products[g]), _FLOATS)
                     by = builder.fmul(scales, number(factor, g))
                     found = call_intrinsic(
                         builder, f"llvm.fma.v{TOKENS}f32", _FLOATS, by, found, number(shift, block * rows + g)
@@ -143,15 +185,18 @@ def code_scores(
                     builder.store(found, builder.bitcast(place, _FLOATS.as_pointer()), align=4)
 
         def score_blocks(_: ir.Value, rows: int) -> None:
-            for tokens_at in range(size // TOKENS):
-                score(tokens_at, rows)
+            every = list(range(at_once))
+            # AVX2 has registers for one block's.
+            for of_blocks in [[block] for block in every] if instruction == "avx2" else [every]:
+                for tokens_at in range(size // TOKENS):
+                    score(of_blocks, tokens_at, rows)
 
         emit_tile(builder, of_group, of_tile, arguments[6], score_blocks)
         return context.get_dummy_value()
 
     at = types.int64
     literals = how, steps, group, queries, tokens, blocks
-    return types.none(*literals, at, codes, places, x, factors, zeros, shifts, at, scores), codegen
+    return types.none(*literals, at, codes, places, next_places, x, factors, zeros, shifts, at, scores), codegen
 
 
 @intrinsic(prefer_literal=True)

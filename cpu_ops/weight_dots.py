@@ -16,7 +16,7 @@ from numba import cfunc, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from hetero_kv.cpu_ops.avx2_dots import dots_of_fours, group_dots, offset_of
+from hetero_kv.cpu_ops.avx2_dots import group_dots, largest_code, offset_of
 from hetero_kv.cpu_ops.code_version import CODE_VERSION
 from hetero_kv.cpu_ops.cpu_features import has, isa
 from hetero_kv.cpu_ops.group_codes import code_vectors, group_scales
@@ -57,7 +57,10 @@ def _fma(builder: ir.IRBuilder, a: ir.Value, b: ir.Value, c: ir.Value) -> ir.Val
 
 
 def add_dot(builder: ir.IRBuilder, how: str, sums: ir.Value, codes: ir.Value, four: ir.Value) -> ir.Value:
-    """Returns sums + the dot products of each row's four codes and the four activations in the int32 `four`."""
+    """Returns sums + the dot products of each row's four codes and the four activations in the int32 `four`.
+
+    AVX2's sums are of more codes (`avx2_dots.group_dots`).
+    """
     if how == "vnni512":
         name = "llvm.x86.avx512.vpdpbusd.512"
         return call_intrinsic(builder, name, _INTS, sums, builder.bitcast(codes, _INTS), splat(builder, four))
@@ -72,11 +75,9 @@ def add_dot(builder: ir.IRBuilder, how: str, sums: ir.Value, codes: ir.Value, fo
         if how == "vnni256":
             name = "llvm.x86.avx512.vpdpbusd.256"
             parts.append(call_intrinsic(builder, name, narrow, part_sums, builder.bitcast(part, narrow), x))
-        elif how == "dotprod":
+        else:
             name = "llvm.aarch64.neon.sdot.v4i32.v16i8"
             parts.append(call_intrinsic(builder, name, narrow, part_sums, part, builder.bitcast(x, bytes_of)))
-        else:
-            parts.append(builder.add(part_sums, dots_of_fours(builder, part, builder.bitcast(x, bytes_of))))
     return joined(builder, parts)
 
 
@@ -235,7 +236,8 @@ def _vector_dots(
         return splat(builder, sum_term(row, _I32)) if sum_term else ir.Constant(_INTS, None)
 
     if how == "avx2":
-        dots = group_dots(builder, layout, codes_of, vectors, activations)
+        moves_signs = layout.signed and not offset_of(layout)
+        dots = group_dots(builder, largest_code(layout), moves_signs, codes_of, vectors, activations)
         return [builder.add(dot, start(row)) for row, dot in enumerate(dots)] if sum_term else dots
     codes, dots = [codes_of(vector) for vector in vectors], []
     for row, address in enumerate(activations):

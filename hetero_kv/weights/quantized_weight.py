@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from hetero_kv.cpu_ops.amx_tiles import multiplies_by_tiles
-from hetero_kv.cpu_ops.avx2_dots import sums_in_short
+from hetero_kv.cpu_ops.avx2_dots import largest_code, sums_in_short
 from hetero_kv.cpu_ops.cpu_features import isa
 from hetero_kv.cpu_ops.prompt_products import multiply_prompt
 from hetero_kv.cpu_ops.prompt_products_tiles import multiply_prompt_by_tiles
@@ -59,7 +59,7 @@ def most_rows_of_codes(name: str, dtype: torch.dtype) -> int:
         return _ROWS_BESIDE_TILES
     how = dot_instruction()
     if how == "avx2":
-        is_fast = dtype is torch.bfloat16 or (not layout.codebook and sums_in_short(layout) > 1)
+        is_fast = dtype is torch.bfloat16 or (not layout.codebook and sums_in_short(largest_code(layout)) > 1)
     else:
         is_fast = how in ("vnni512", "vnni256")
     return sys.maxsize if is_fast else _ROWS_BY_CODES
