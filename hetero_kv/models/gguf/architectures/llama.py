@@ -69,6 +69,15 @@ def _as_llama(metadata: MetadataReader, settings: ConfigSettings) -> None:
     put_biases(metadata, settings)
 
 
+def _exaone(metadata: MetadataReader, settings: ConfigSettings) -> None:
+    _as_llama(metadata, settings)
+    # Newer converters copy the configuration's `layer_norm_epsilon` under its own name; the norms are RMS norms.
+    of_layer = "attention.layer_norm_epsilon"
+    of_rms = RMS if metadata.has(RMS) or not metadata.has(of_layer) else of_layer
+    settings.copy("rms_norm_eps", of_rms)
+    metadata.expect(of_layer, settings["rms_norm_eps"], f"differs from {RMS}")
+
+
 def _minicpm(metadata: MetadataReader, settings: ConfigSettings) -> None:
     put_heads(metadata, settings, head_dim=False)
     put_rope(metadata, settings)
@@ -98,6 +107,7 @@ def _granite(metadata: MetadataReader, settings: ConfigSettings) -> None:
     put_granite_scales(metadata, settings)
 
 
+RMS = "attention.layer_norm_rms_epsilon"
 SHARED_WIDTH = "expert_shared_feed_forward_length"
 #: The factors of Granite's models, which all their files have.
 GRANITE_SCALES = ("attention.scale", "embedding_scale", "residual_scale", "logit_scale")
@@ -189,8 +199,8 @@ GRANITE_MOE = Architecture(
 OLMO = Architecture("olmo", ("olmo",), SIZES, MODEL, {**REORDERED, **GATED}, _olmo)
 
 INTERNLM2 = Architecture("internlm2", ("llama",), _KEYS, MODEL, {**REORDERED, **GATED}, _as_llama)
-XVERSE = Architecture("xverse", ("llama",), _KEYS, MODEL, {**REORDERED, **GATED}, _as_llama)
-EXAONE = Architecture("exaone", ("llama",), _KEYS, MODEL, {**ATTENTION, **GATED}, _as_llama)
+XVERSE = Architecture("xverse", ("llama",), _KEYS, MODEL, {**REORDERED, **GATED}, _as_llama, without_effect=_LAYOUT)
+EXAONE = Architecture("exaone", ("llama",), SIZES, MODEL, {**ATTENTION, **GATED}, _exaone)
 MINICPM = Architecture("minicpm", ("granite",), _KEYS, MODEL, {**REORDERED, **GATED}, _minicpm)
 
 TABLES = (INTERNLM2, XVERSE, EXAONE, MINICPM, LLAMA, MISTRAL3, SMOLLM3, ARCEE, GRANITE, GRANITE_MOE, OLMO)

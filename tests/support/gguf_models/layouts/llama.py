@@ -6,7 +6,7 @@ from typing import Any
 
 from tests.support.gguf_models import changes
 from tests.support.gguf_models.layouts.keys import EXPERTS, USUAL, VOCABULARY, window_pattern
-from tests.support.gguf_models.layouts.layout import Layout, Place, Value
+from tests.support.gguf_models.layouts.layout import Layout, Place, Value, always
 from tests.support.gguf_models.layouts.names import MIXED, MODEL, PERMUTED, USUAL_LAYER
 from tests.support.gguf_models.layouts.rotation import ROTATED, llama3_factors, scaled
 
@@ -52,10 +52,10 @@ LAYOUTS: dict[str, Layout] = {
     ),
     "internlm3": llama_like("llama", pieces=True),
     "internlm2": llama_like("internlm2", pieces=True),
-    "xverse": llama_like("xverse", pieces=True),
+    "xverse": llama_like("xverse", keys={"tensor_data_layout": always("Meta AI original pth")}, pieces=True),
     "exaone": Layout(
         "exaone",
-        {**USUAL, **VOCABULARY, **ROTATED},
+        {**USUAL, **VOCABULARY, **ROTATED, "attention.layer_norm_epsilon": "rms_norm_eps"},
         USUAL_LAYER,
         MODEL,
         pre="exaone",
