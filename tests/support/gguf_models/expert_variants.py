@@ -16,6 +16,7 @@ from tests.support.gguf_models.settings import (
     LLAMA4,
     LOCAL_EXPERTS,
     LONG,
+    MISTRAL4,
     ROUTED,
     ROUTED_YARN,
     TIED,
@@ -306,18 +307,8 @@ EXPERT_VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             **rotation(theta=5e6, partial_rotary_factor=0.5),
         },
     ),
-    "mistral4": (
-        "mistral4",
-        {
-            **LATENT,
-            **GROUPS,
-            "first_k_dense_replace": 0,
-            **rotation(
-                "yarn", 1e4, factor=32.0, original_max_position_embeddings=16, beta_fast=32.0, beta_slow=1.0,
-                mscale=1.0, mscale_all_dim=1.0, llama_4_scaling_beta=0.1,
-            ),
-        },
-    ),
+    "mistral4": ("mistral4", {**MISTRAL4, "first_k_dense_replace": 0}),
+    "deepseek2: Mistral Large 3": ("mistral4", {"layout": "mistral_large_3", **MISTRAL4, "num_hidden_layers": 3}),
     "gemma4: experts": (
         "gemma4_text",
         {

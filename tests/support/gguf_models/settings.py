@@ -154,3 +154,11 @@ NEMOTRON = {
 }
 V2 = {"norm_topk_prob": False}
 ROUTED_YARN = rotation("yarn", 1e4, **YARN, beta_fast=32.0, beta_slow=1.0, mscale=0.707, mscale_all_dim=0.707)
+MISTRAL4 = {
+    **LATENT,
+    **GROUPS,
+    **rotation(
+        "yarn", 1e4, factor=32.0, original_max_position_embeddings=16, beta_fast=32.0, beta_slow=1.0, mscale=1.0,
+        mscale_all_dim=1.0, llama_4_scaling_beta=0.1,
+    ),
+}  # fmt: skip

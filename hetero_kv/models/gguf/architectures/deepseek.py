@@ -1,7 +1,7 @@
 """DeepSeek V2 and V3, and models with their multi-head latent attention.
 
-These are Kimi K2, GLM 4.7 Flash, GigaChat 3, Youtu, Mistral 4, and DeepSeek V3.2 and GLM 5, which choose the tokens
-that they attend to.
+These are Kimi K2, GLM 4.7 Flash, GigaChat 3, Youtu, Mistral Large 3 and Small 4, and DeepSeek V3.2 and GLM 5, which
+choose the tokens that they attend to.
 
 Sources: `conversion/deepseek.py`, `conversion/glm.py` and `src/models/deepseek2.cpp` of
 https://github.com/ggml-org/llama.cpp.
@@ -51,11 +51,14 @@ MULTIPLIER_UNIT = 0.1
 
 def _deepseek2(metadata: MetadataReader, settings: ConfigSettings) -> None:
     put_layers_without_predictors(metadata, settings)
+    known = getattr(metadata.config, "model_type", None)
+    if metadata.scalar(TEMPERATURE, 0.0) or known == "mistral4":
+        # From the format of Mistral's own, the converter writes Mistral's mixtures under this name.
+        _mistral4(metadata, settings)
+        return
     put_latent_attention(metadata, settings)
     _put_rope(metadata, settings)
-    metadata.expect("attention.temperature_scale", 0.0, "scales attention by position, which the model does not")
     gating = _gating(metadata, settings)
-    known = getattr(metadata.config, "model_type", None)
     if known is not None and (known == "deepseek_v2") != (gating == SOFTMAX):
         raise metadata.unsupported(GATING, f"is another choice of experts than that of {known}")
     settings.values["model_type"] = known or ("deepseek_v2" if gating == SOFTMAX else "deepseek_v3")
@@ -269,7 +272,7 @@ _SPARSE_LAYER: Places = {**LATENT_LAYER, **INDEXER}
 TABLES = (
     Architecture(
         "deepseek2",
-        ("deepseek_v3", "deepseek_v2", "glm4_moe_lite", "youtu"),
+        ("deepseek_v3", "deepseek_v2", "glm4_moe_lite", "youtu", "mistral4"),
         {**SIZES, **RMS_NORM},
         MODEL,
         LATENT_LAYER,

@@ -109,6 +109,19 @@ LAYOUTS: dict[str, Layout] = {
         MODEL,
         pre="tekken",
     ),
+    # Of parameters in Mistral's own format.
+    "mistral_large_3": Layout(
+        "deepseek2",
+        {
+            **KEYS,
+            "expert_gating_func": always(1),
+            "attention.temperature_scale": scaled("yarn", "llama_4_scaling_beta"),
+            "attention.temperature_length": scaled("yarn", "original_max_position_embeddings"),
+        },
+        LAYER,
+        MODEL,
+        pre="tekken",
+    ),
     "minicpm3": Layout(
         "minicpm3",
         {
