@@ -14,6 +14,7 @@ from hetero_kv.models.gguf.architectures.common import (
     SIZES,
     put_heads,
     put_heads_and_rope,
+    put_layers_without_predictors,
 )
 from hetero_kv.models.gguf.architectures.declaration import Architecture, ConfigSettings, MetadataReader, Places
 from hetero_kv.models.gguf.architectures.rope import put_rope
@@ -74,6 +75,8 @@ def _seed_oss(metadata: MetadataReader, settings: ConfigSettings) -> None:
 
 
 def _exaone4(metadata: MetadataReader, settings: ConfigSettings) -> None:
+    # EXAONE 4.5 has one that predicts.
+    put_layers_without_predictors(metadata, settings)
     put_heads_and_rope(metadata, settings)
     if settings["num_hidden_layers"] == LAYERS_OF_EXAONE_32B:
         put_windows(metadata, settings, usual=4, default=4096)
@@ -156,7 +159,7 @@ TABLES = (
         },
         _seed_oss,
     ),
-    Architecture("exaone4", ("exaone4",), _KEYS, MODEL, _NORMED_AFTER, _exaone4),
+    Architecture("exaone4", ("exaone4",), _KEYS, MODEL, _NORMED_AFTER, _exaone4, predicts=True),
     Architecture("ernie4_5", ("ernie4_5",), _KEYS, MODEL, {**ATTENTION, **GATED}, _ernie),
     Architecture(
         "hunyuan-dense",
