@@ -88,6 +88,8 @@ def test_every_key_that_a_table_reads_has_its_type_and_range(written, name):
         ("qwen35", "ssm__group_count", scalar(UINT32, 4)),
         ("qwen35", "ssm__inner_size", scalar(UINT32, 100)),
         ("qwen35", "rope__dimension_sections", array(UINT32, [1, 1, 1, 1])),
+        ("bailingmoe3", "swiglu_clamp_exp", array(FLOAT32, [0.0, 7.0, 7.0])),
+        ("bailingmoe3", "swiglu_clamp_shexp", array(FLOAT32, [7.0] * 3)),
         ("hy_v4", "swiglu_clamp_exp", None),
         ("hy_v4", "swiglu_clamp_exp", array(FLOAT32, [0.0] * 3)),
         ("hy_v4", "attention__indexer__types", array(BOOL, [False, True, True])),
@@ -200,6 +202,14 @@ def test_a_file_of_solar_open_that_rotates_half_a_head_is_refused(written, tmp_p
     layout.write(tmp_path / "solar.gguf")
     with pytest.raises(ModelError, match=r"glm4moe\.rope\.dimension_count 16.*Solar Open"):
         load_model(tmp_path / "solar.gguf")
+
+
+def test_a_stablelm_of_a_longer_context_says_the_base_of_its_rotation(written, changed):
+    with pytest.raises(ModelError, match=r"stablelm\.rope\.freq_base None.*16,384 tokens"):
+        load_model(changed("stablelm", context_length=scalar(UINT32, 16_384)))
+    said = changed("stablelm", context_length=scalar(UINT32, 16_384), rope__freq_base=scalar(FLOAT32, 1e4))
+    found = load_model(said, dtype="float32", device="cpu").model(IDS).logits
+    assert float(relative_error(found, written("stablelm").original(IDS).logits).max()) < TOLERANCE
 
 
 def test_a_bitnet_of_another_vocabulary_than_the_first_is_refused(written, tmp_path):

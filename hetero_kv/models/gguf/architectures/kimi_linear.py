@@ -64,6 +64,8 @@ def _ling3(metadata: MetadataReader, settings: ConfigSettings) -> None:
     shared = settings["n_shared_experts"] * settings["moe_intermediate_size"]
     metadata.expect("expert_shared_feed_forward_length", shared, f"is not the {shared} of all shared experts")
     settings.put("norm_topk_prob", metadata.scalar("expert_weights_norm", False), "expert_weights_norm")
+    for limit in ("swiglu_clamp_exp", "swiglu_clamp_shexp"):
+        metadata.expect(limit, 0.0, "limits gates of experts, which transformers' class does not")
 
 
 def _put_layers(metadata: MetadataReader, settings: ConfigSettings) -> None:

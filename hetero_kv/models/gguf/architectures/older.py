@@ -18,6 +18,8 @@ from hetero_kv.models.gguf.architectures.rope import put_rope
 from hetero_kv.models.gguf.architectures.sliding_windows import WINDOW
 
 _FOUR_TIMES = "is not four times the hidden size"
+#: The most tokens of a StableLM with llama.cpp's base of RoPE.
+CONTEXT_OF_STABLELM = 4096
 
 
 def _four_times_as_wide(metadata: MetadataReader, settings: ConfigSettings, width: str) -> None:
@@ -95,6 +97,10 @@ def _stablelm(metadata: MetadataReader, settings: ConfigSettings) -> None:
     if "head_dim" in settings.values:
         raise metadata.unsupported("attention.key_length", "is not the hidden size divided by the heads")
     put_rope(metadata, settings, partial=True)
+    base, length = "rope.freq_base", settings["max_position_embeddings"]
+    if metadata.config is None and length > CONTEXT_OF_STABLELM and not metadata.has(base):
+        # Converters leave it out. Stable Code 3B, of 16,384 tokens, has another one than the others.
+        raise metadata.unsupported(base, f"is missing, and models of {length:,} tokens have one of their own")
     parallel = not metadata.has_tensor("ffn_norm.weight")
     settings.put("use_parallel_residual", parallel)
     metadata.expect("use_parallel_residual", parallel, "contradicts the file's norms")

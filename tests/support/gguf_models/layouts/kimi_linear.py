@@ -90,6 +90,9 @@ LAYOUTS: dict[str, Layout] = {
             "expert_weights_norm": "moe_renormalize",
             "kda.safe_gate": "kda_safe_gate",
             "kda.gate_lower_bound": "kda_lower_bound",
+            # No limits of gates.
+            "swiglu_clamp_exp": lambda config: [0.0] * config.num_hidden_layers,
+            "swiglu_clamp_shexp": lambda config: [0.0] * config.num_hidden_layers,
         },
         {
             **LINEAR,
