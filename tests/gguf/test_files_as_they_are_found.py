@@ -75,9 +75,12 @@ def merge_queries_keys_and_values(layout):
     for suffix in ("weight", "bias"):
         for q in [each for each in layout.tensors if each.name.endswith(f".attn_q.{suffix}")]:
             k, v = (
-                next(each for each in layout.tensors if each.name == q.name.replace("attn_q", part))
+                next((each for each in layout.tensors if each.name == q.name.replace("attn_q", part)), None)
                 for part in ("attn_k", "attn_v")
             )
+            if k is None or v is None:
+                # Of latent attention.
+                continue
             q.name = q.name.replace("attn_q", "attn_qkv")
             q.dims[-1] += k.dims[-1] + v.dims[-1]
             q.data += k.data + v.data
@@ -86,7 +89,7 @@ def merge_queries_keys_and_values(layout):
     layout.move_together()
 
 
-@pytest.mark.parametrize("name", ["llama: biases", "chatglm", "mimo2", "qwen35"])
+@pytest.mark.parametrize("name", ["llama: biases", "chatglm", "mimo2", "qwen35", "kimi-linear", "bailingmoe3"])
 @pytest.mark.parametrize("kind", [None, GGMLQuantizationType.Q8_0], ids=["F32", "Q8_0"])
 def test_merged_queries_keys_and_values_are_separated(written, tmp_path, name, kind):
     file = written(name, kind)

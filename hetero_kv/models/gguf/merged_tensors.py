@@ -45,6 +45,9 @@ def _parts(file: GGUFFile, info: TensorInfo, kept: set[str]) -> Iterator[TensorI
     groups = _of_layer(file, "attention.head_count_kv", layer, heads)
     rows = info.shape[0]
     key, value = (_of_layer(file, f"attention.{part}_length", layer, 0) for part in ("key", "value"))
+    if not groups and (linear := _of_layer(file, "kda.head_dim", layer, 0)):
+        # Of Kimi's delta attention, which has a key and a value for each query.
+        groups, key, value = heads, linear, linear
     # A gated query has as many rows again.
     query = next((size for size in (key, 2 * key) if heads * size + groups * (key + value) == rows), 0)
     if not groups or not query:
