@@ -183,6 +183,8 @@ def end_of_turn_ids(tokenizer: Any) -> frozenset[int]:
         raise
     except TemplateError:
         return frozenset()  # the template requires another conversation; the metadata's tokens remain
-    after = text.rpartition(ANSWER)[2]
+    _, answer, after = text.rpartition(ANSWER)
+    if not answer:
+        return frozenset()  # what the template writes instead says nothing of the answer's end
     ids = tokenizer.encode(after, add_special_tokens=False)
     return frozenset(ids[:1]) & frozenset(tokenizer.added_tokens_decoder)

@@ -82,7 +82,13 @@ def test_the_token_that_ends_a_turn_ends_the_generation(tiny_gguf, from_director
 def test_the_end_of_a_turn_is_read_from_the_chat_template(from_directory):
     tokenizer = from_directory.tokenizer
     assert end_of_turn_ids(tokenizer) == {END_OF_TURN}
-    for template in (None, "{{ raise_exception('no') }}", "{% for m in messages %}{{ m['content'] }}\n{% endfor %}"):
+    without_answer = "<|im_start|>{{ messages[0].content }}"
+    for template in (
+        None,
+        "{{ raise_exception('no') }}",
+        "{% for m in messages %}{{ m['content'] }}\n{% endfor %}",
+        without_answer,
+    ):
         changed = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer)
         changed.chat_template = template
         assert end_of_turn_ids(changed) == set()
