@@ -55,6 +55,8 @@ def test_every_key_that_a_table_reads_has_its_type_and_range(written, name):
         ("dots1", "expert_used_count", scalar(UINT32, 5)),
         ("lfm2moe", "expert_used_count", scalar(UINT32, 0)),
         ("olmoe", "expert_used_count", scalar(FLOAT32, 2.0)),
+        ("llama", "embedding_length", scalar(UINT32, 63)),
+        ("lfm2", "embedding_length", scalar(UINT32, 2)),
         ("llama", "attention__head_count_kv", scalar(UINT32, 3)),
         ("llama", "attention__head_count_kv", scalar(UINT32, 0)),
         ("gemma2", "attention__sliding_window", scalar(UINT32, 0)),
@@ -126,6 +128,7 @@ def test_a_value_that_no_model_has_is_refused_by_its_key(changed, name, key, val
     ("name", "key", "value", "tensor"),
     [
         ("llama", "attention__head_count", 8, "blk.0.attn_q.weight"),
+        ("qwen35moe", "ssm__state_size", 8, "blk.0.ssm_conv1d.weight"),
         ("qwen3moe", "expert_feed_forward_length", 64, "blk.0.ffn_"),
         ("qwen3moe", "expert_count", 8, "blk.0.ffn_"),
         ("kimi-linear", "kda__head_dim", 32, "blk.0.attn_q.weight"),

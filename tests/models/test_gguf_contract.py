@@ -124,6 +124,34 @@ CASES = {
     "overlap": (overlap, r"begins at byte [\d,]+ of the data; after the tensors before it, it must begin at [\d,]+"),
     "hole": (leave_a_hole, r"begins at byte [\d,]+ of the data; after the tensors before it, it must begin at [\d,]+"),
     "left over": (append_bytes, "has 64 bytes after the last of its tensors"),
+    "text of a key": (
+        put("general.license", scalar(STRING, b"a\xff")),
+        r"general\.license is b'a\\xff', which is not UTF-8",
+    ),
+    "text in an array": (
+        put("general.tags", array(STRING, ["a", b"\xc3"])),
+        r"general\.tags is b'\\xc3', which is not UTF-8",
+    ),
+    "kind of a file": (
+        put("general.type", array(STRING, ["model"])),
+        r"general\.type is an array of 1; it must be text",
+    ),
+    "base of a rotation": (
+        put("qwen2.rope.freq_base", scalar(F32, 1.0)),
+        r"freq_base is 1\.0; it must be a number between 1 and 1e\+12",
+    ),
+    "beta": (
+        put("qwen2.rope.scaling.yarn_beta_slow", scalar(F32, 0.0)),
+        r"yarn_beta_slow is 0\.0; it must be a number",
+    ),
+    "tiny factor": (
+        put("qwen2.rope.scaling.factor", scalar(F32, 1e-30)),
+        r"scaling\.factor is 1\..*e-30; it must be 0, or of a magnitude from 1e-09 to 1e\+09",
+    ),
+    "huge scale": (
+        put("qwen2.residual_scale", scalar(F32, -3e38)),
+        r"residual_scale is -.*; it must be 0, or of a magn",
+    ),
     "control characters": (of_tensor(0, name="\x1b[2J"), r"a tensor's name is '\\x1b\[2J'; a name has printable"),
 }
 

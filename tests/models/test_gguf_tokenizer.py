@@ -253,6 +253,11 @@ def test_a_vocabulary_that_cannot_be_is_refused(keys, message):
         tokenizer_of(byte_level(**keys))
 
 
+def test_an_empty_order_of_merges_is_none():
+    with pytest.raises(ModelError, match=r"has no merges of its tokens \(tokenizer\.ggml\.merges\)"):
+        tokenizer_of(byte_level(merges=[]))
+
+
 def test_a_vocabulary_without_an_order_of_merges_is_refused():
     file = byte_level()
     del file.metadata["tokenizer.ggml.merges"]

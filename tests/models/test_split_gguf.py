@@ -152,3 +152,8 @@ def test_an_encoder_is_no_model(tmp_path):
     writer.close()
     with pytest.raises(ModelError, match=r"general\.type 'mmproj' \(the encoder of images or sounds beside a model\)"):
         load_model(tmp_path / "mmproj-tiny.gguf")
+
+
+def test_parts_whose_names_are_in_capitals_are_found(parts, tmp_path):
+    upper = [part.rename(tmp_path / part.name.upper()) for part in parts]
+    assert len(GGUFFile.read(upper[-1]).parts) == len(parts)

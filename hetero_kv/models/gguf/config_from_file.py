@@ -37,7 +37,8 @@ def settings_of(file: GGUFFile, config: Any | None = None) -> ConfigSettings:
     architecture = architecture_of(file)
     metadata = MetadataReader(file, architecture, config)
     settings = ConfigSettings(metadata)
-    rows = _rows(file)
+    rows, columns = _embedding_shape(file)
+    metadata.expect("embedding_length", columns, f"is not the {columns} columns of {EMBEDDING}")
     settings.put("model_type", architecture.model_types[0])
     for suffix, name in architecture.keys.items():
         if suffix in architecture.optional and not metadata.has(suffix):
@@ -131,8 +132,8 @@ def adapt(config: Any, file: GGUFFile) -> None:
 _NONE = frozenset({"sliding_window", "attn_logit_softcapping", "final_logit_softcapping", "clip_qkv", "q_lora_rank"})
 
 
-def _rows(file: GGUFFile) -> int:
+def _embedding_shape(file: GGUFFile) -> tuple[int, int]:
     for tensor in file.tensors:
         if tensor.name == EMBEDDING:
-            return tensor.shape[0]
+            return tensor.shape[0], tensor.shape[-1]
     raise ModelError(f"{str(file.path)!r} has no tensor {EMBEDDING}; give the file of a whole model")

@@ -56,8 +56,8 @@ def check_metadata(metadata: Mapping[str, MetadataValue]) -> None:
         check_values(metadata, architecture)
     for key, largest in (("split.count", MOST_PARTS), ("split.no", MOST_PARTS), ("split.tensors.count", MOST_TENSORS)):
         check_integer(metadata, key, IntegerRange(0, largest), None)
-    _text(metadata, "tokenizer.chat_template")
-    _text(metadata, "tokenizer.ggml.model")
+    for key in ("general.type", "tokenizer.chat_template", "tokenizer.ggml.model"):
+        _text(metadata, key)
     _check_vocabulary(metadata)
 
 

@@ -40,7 +40,7 @@ MAGIC = b"GGUF"
 VERSIONS = (2, 3)
 # Enough for vocabularies of 150,000 tokens; a longer header is read again in full.
 USUAL_HEADER_BYTES = 8 << 20
-_DAMAGE = (struct.error, UnicodeDecodeError, MalformedHeaderError)
+_DAMAGE = (struct.error, MalformedHeaderError)
 
 
 @dataclass(frozen=True)
@@ -197,7 +197,7 @@ def _damage_of(path: Path, state: FileState) -> Iterator[None]:
     except PartOfModelError as error:
         raise ModelError(f"{str(path)!r} has {error}; give the file of the model itself") from error
     except _DAMAGE as error:
-        what = error if isinstance(error, MalformedHeaderError) else "it ends too early, or has text that is not UTF-8"
+        what = error if isinstance(error, MalformedHeaderError) else "it ends too early"
         raise ModelError(
             f"the header of {str(path)!r} ({state.size:,} bytes) is damaged or cut short: {what}; "
             "download the file again, or convert it again"
@@ -211,7 +211,7 @@ def _state(file: Any) -> FileState:
 def _header(path: Path, content: bytes, state: FileState) -> GGUFFile:
     cursor = HeaderCursor(content, len(MAGIC))
     (version,) = cursor.unpack("<I")
-    if version & 0xFFFF == 0:
+    if version and version & 0xFFFF == 0:
         raise ModelError(f"{str(path)!r} was written for big-endian machines; convert it to little-endian GGUF")
     if version not in VERSIONS:
         raise ModelError(f"{str(path)!r} is GGUF version {version}; versions 2 and 3 are supported: convert it again")

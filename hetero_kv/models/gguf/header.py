@@ -117,7 +117,7 @@ class HeaderCursor:
 
     def name(self, what: str, longest: int) -> str:
         """A printable string of 1 to `longest` bytes."""
-        text = self._string(longest, "for a name").decode()
+        text = self._string(longest, "for a name", what).decode()
         if not text or not text.isprintable():
             raise MalformedHeaderError(f"{what} is {text!r}; a name has printable characters")
         return text
@@ -125,7 +125,7 @@ class HeaderCursor:
     def _value(self, key: str) -> MetadataValue:
         (kind,) = self.unpack("<I")
         if kind == STRING:
-            return MetadataValue((kind,), self._string(LONGEST_STRING, f"in {key}"))
+            return MetadataValue((kind,), self._string(LONGEST_STRING, f"in {key}", key))
         if kind != ARRAY:
             return MetadataValue((kind,), self._scalars(key, kind, 1)[0])
         element, count = self.unpack("<IQ")
@@ -161,15 +161,19 @@ class HeaderCursor:
             texts.append(content[begin:position])
         self.position = position
         # Check all at once that they are UTF-8; the zero byte ends an unfinished character.
-        b"\0".join(texts).decode()
+        if not _is_utf8(b"\0".join(texts)):
+            raise _not_utf8(key, next(text for text in texts if not _is_utf8(text)))
         return texts
 
-    def _string(self, longest: int, where: str) -> bytes:
+    def _string(self, longest: int, where: str, what: str) -> bytes:
         (length,) = self.unpack("<Q")
         begin, self.position = self.position, self.position + length
         if length > longest or self.position > len(self.content):
             raise self._too_long(length, begin, longest, where)
-        return self.content[begin : self.position]
+        text = self.content[begin : self.position]
+        if not _is_utf8(text):
+            raise _not_utf8(what, text)
+        return text
 
     def _too_long(self, length: int, begin: int, longest: int, where: str) -> MalformedHeaderError:
         return MalformedHeaderError(
@@ -193,3 +197,15 @@ class HeaderCursor:
                 raise MalformedHeaderError(f"tensor {name!r} has type {kind}, which does not exist") from error
             raise UnknownTypeError(f"tensor {name!r} has type {kind}, which this version cannot read") from error
         return GGUFTensorEntry(name, fastest_first[::-1], quantization, offset)
+
+
+def _is_utf8(text: bytes) -> bool:
+    try:
+        text.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
+
+
+def _not_utf8(what: str, text: bytes) -> MalformedHeaderError:
+    return MalformedHeaderError(f"{what} is {text[:80]!r}, which is not UTF-8")

@@ -94,10 +94,14 @@ EXCLUSIVE_RANGES = {
     "attention.layer_norm_rms_epsilon": (0.0, 1.0),
     "attention.layer_norm_epsilon": (0.0, 1.0),
     "hyper_connection.epsilon": (0.0, 1.0),
-    "rope.freq_base": (0.0, 1e12),
-    "rope.freq_base_swa": (0.0, 1e12),
-    "attention.compress_rope_freq_base": (0.0, 1e12),
+    "rope.freq_base": (1.0, 1e12),
+    "rope.freq_base_swa": (1.0, 1e12),
+    "attention.compress_rope_freq_base": (1.0, 1e12),
+    "rope.scaling.yarn_beta_fast": (0.0, 1e6),
+    "rope.scaling.yarn_beta_slow": (0.0, 1e6),
 }
+#: The smallest and the largest magnitude of a number in `RANGES` but 0: no more than float32 computes with.
+MAGNITUDES = (1e-9, 1e9)
 #: Inclusive bounds; 0 often means "none".
 RANGES = {
     "attn_logit_softcapping": (0.0, 1e6),
@@ -105,7 +109,7 @@ RANGES = {
     "attention.clamp_kqv": (0.0, math.inf),
     "attention.max_alibi_bias": (0.0, 1e6),
     "attention.value_scale": (-math.inf, math.inf),
-    "attention.scale": (-math.inf, math.inf),
+    "attention.scale": (0.0, 1e6),
     "attention.temperature_scale": (-math.inf, math.inf),
     "embedding_scale": (-math.inf, math.inf),
     "residual_scale": (-math.inf, math.inf),
@@ -119,8 +123,6 @@ RANGES = {
     "rope.scaling.alpha": (-math.inf, math.inf),
     "rope.scaling.yarn_ext_factor": (-math.inf, math.inf),
     "rope.scaling.yarn_attn_factor": (0.0, 1e6),
-    "rope.scaling.yarn_beta_fast": (0.0, 1e6),
-    "rope.scaling.yarn_beta_slow": (0.0, 1e6),
     "rope.scaling.yarn_log_multiplier": (-math.inf, math.inf),
 }
 BOOLEANS = frozenset({
@@ -170,6 +172,9 @@ def check_values(metadata: Mapping[str, MetadataValue], architecture: str) -> No
             minimum, maximum = RANGES[suffix]
             fits = _is_float(entry) and (not math.isfinite(entry.value) or minimum <= entry.value <= maximum)
             _require(fits, key, entry, _between(minimum, maximum))
+            least, most = MAGNITUDES
+            fits = entry.value == 0 or not math.isfinite(entry.value) or least <= abs(entry.value) <= most
+            _require(fits, key, entry, f"0, or of a magnitude from {least:g} to {most:g}")
         elif suffix in BOOLEANS:
             _require(entry.types == (BOOL,), key, entry, "true or false")
         elif suffix in STRINGS:

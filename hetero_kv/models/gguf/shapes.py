@@ -35,13 +35,17 @@ def require_shape(file: GGUFFile, info: TensorInfo, expected: tuple[int, ...], f
     """Raise ModelError if a tensor's shape `found` is not its parameter's, `expected`."""
     if tuple(found) == expected:
         return
+    raise ModelError(
+        f"tensor {info.name!r} of {str(file.parts[info.part].path)!r} is {list(found)} and the model's parameter "
+        f"{list(expected)}, by {sizes_in(file, info)}; download the file again, or convert it again"
+    )
+
+
+def sizes_in(file: GGUFFile, info: TensorInfo) -> str:
+    """The keys of a file that may determine a tensor's shape, with their values."""
     suffixes = ["embedding_length"]
     for pattern, more in _SHAPED_BY.items():
         if re.fullmatch(pattern, info.name):
             suffixes += more
     keys = dict.fromkeys(f"{file.architecture}.{suffix}" for suffix in suffixes)
-    source = ", ".join(f"{key} {file.get(key)}" for key in keys if key in file.metadata)
-    raise ModelError(
-        f"tensor {info.name!r} of {str(file.parts[info.part].path)!r} is {list(found)} and the model's parameter "
-        f"{list(expected)}, by {source or 'its configuration'}; download the file again, or convert it again"
-    )
+    return ", ".join(f"{key} {file.get(key)}" for key in keys if key in file.metadata) or "its configuration"

@@ -47,10 +47,8 @@ def part_paths(part: GGUFFile) -> list[Path]:
             f"{str(part.path)!r} is {which} of {count} parts by its metadata, which its name contradicts; download all "
             "parts again"
         )
-    paths = [
-        part.path.with_name(f"{match['stem']}-{each:05d}-of-{count:05d}{match['suffix']}")
-        for each in range(1, count + 1)
-    ]
+    before, after = part.path.name[: match.start("number")], part.path.name[match.end("number") :]
+    paths = [part.path.with_name(f"{before}{each:05d}{after}") for each in range(1, count + 1)]
     missing = [path.name for path in paths if not path.is_file()]
     if missing:
         raise ModelError(

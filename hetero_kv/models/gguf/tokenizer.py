@@ -115,7 +115,9 @@ def _adds(file: GGUFFile, vocabulary: Vocabulary, end: str, *, default: bool) ->
 def _flag(file: GGUFFile, name: str, default: bool) -> bool:
     value = file.get(f"tokenizer.ggml.{name}", default)
     if value not in (0, 1):
-        raise ModelError(f"tokenizer.ggml.{name} of {str(file.path)!r} is {value!r}; it must be true or false")
+        raise ModelError(
+            f"tokenizer.ggml.{name} of {str(file.path)!r} is {value!r}; it must be true or false: convert it again"
+        )
     return bool(value)
 
 
@@ -137,7 +139,7 @@ def _pre_tokenizer(file: GGUFFile, kind: str | None) -> PreTokenizer | None:
 
 
 def _backend(file: GGUFFile, vocabulary: Vocabulary, pre: PreTokenizer | None) -> Tokenizer:
-    if "tokenizer.ggml.merges" in file.metadata:
+    if file.get("tokenizer.ggml.merges"):
         merges = vocabulary.merges_of(file)
     elif pre is None:
         merges = vocabulary.merges_by_score(file, _scores(file))

@@ -25,6 +25,7 @@ from hetero_kv.models.gguf.contract import BLOCK
 from hetero_kv.models.gguf.experts import ExpertPlace, expert_places
 from hetero_kv.models.gguf.file import GGUFFile, TensorInfo
 from hetero_kv.models.gguf.row_parts import PartRows, are_whole, common_types
+from hetero_kv.models.gguf.shapes import sizes_in
 from hetero_kv.models.parameters import tied_parameters
 from hetero_kv.models.placing import decoder_layers
 from hetero_kv.weights.block_numbers import numbers_of_blocks
@@ -55,12 +56,14 @@ class WeightMap:
         targets: GGUF tensor name -> its target.
         experts: GGUF tensor name -> the place of an expert tensor in a parameter.
         scalars: parameter or buffer, which the metadata have -> its one number, or its whole numbers.
+        file: the file.
     """
 
     config: Any
     targets: dict[str, Target]
     experts: dict[str, ExpertPlace]
     scalars: dict[str, float | tuple[int, ...]]
+    file: GGUFFile
 
     @classmethod
     def of(cls, model: Any, file: GGUFFile) -> WeightMap:
@@ -93,7 +96,7 @@ class WeightMap:
                 f"{type(model).__name__} ({', '.join(unplaced[:3])}); give the model in Hugging Face format, without "
                 "this file, or weights that belong to the configuration"
             )
-        weights = cls(config, targets, experts, known.scalars(file))
+        weights = cls(config, targets, experts, known.scalars(file), file)
         weights._require_all_filled(model, file, parameters)
         return weights
 
@@ -135,7 +138,7 @@ class WeightMap:
         rows = None if transform is None else transform.rows
         if rows is None:
             return np.arange(info.shape[0])
-        with _fitting(info):
+        with self._fitting(info):
             return rows(info.shape[0], self._config_of(info))
 
     def part_rows(self, info: TensorInfo) -> np.ndarray:
@@ -189,20 +192,19 @@ class WeightMap:
         transform = self.targets[info.name].transform
         if transform is None:
             return numbers
-        with _fitting(info):
+        with self._fitting(info):
             return transform.apply(numbers, self._config_of(info))
 
-
-@contextmanager
-def _fitting(info: TensorInfo) -> Iterator[None]:
-    """Within this context a transform's failure names the tensor."""
-    try:
-        yield
-    except (ValueError, IndexError) as error:
-        raise ModelError(
-            f"tensor {info.name!r} of shape {list(info.shape)} does not fit the model's configuration; download the "
-            "file again, or convert it again"
-        ) from error
+    @contextmanager
+    def _fitting(self, info: TensorInfo) -> Iterator[None]:
+        """Within this context a transform's failure names the tensor."""
+        try:
+            yield
+        except (ValueError, IndexError) as error:
+            raise ModelError(
+                f"tensor {info.name!r} of {str(self.file.parts[info.part].path)!r} is {list(info.shape)}, which does "
+                f"not fit {sizes_in(self.file, info)}; download the file again, or convert it again"
+            ) from error
 
 
 class _ParameterPaths:
