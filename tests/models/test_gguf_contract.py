@@ -125,12 +125,12 @@ CASES = {
     "hole": (leave_a_hole, r"begins at byte [\d,]+ of the data; after the tensors before it, it must begin at [\d,]+"),
     "left over": (append_bytes, "has 64 bytes after the last of its tensors"),
     "text of a key": (
-        put("general.license", scalar(STRING, b"a\xff")),
-        r"general\.license is b'a\\xff', which is not UTF-8",
+        put("general.type", scalar(STRING, b"a\xff")),
+        r"general\.type is b'a\\xff', which is not UTF-8",
     ),
     "text in an array": (
-        put("general.tags", array(STRING, ["a", b"\xc3"])),
-        r"general\.tags is b'\\xc3', which is not UTF-8",
+        put("tokenizer.ggml.tokens", array(STRING, ["a", b"\xc3"])),
+        r"tokenizer\.ggml\.tokens is b'\\xc3', which is not UTF-8",
     ),
     "kind of a file": (
         put("general.type", array(STRING, ["model"])),
@@ -165,6 +165,13 @@ def test_impossible_metadata_is_refused_with_its_value(layout, tmp_path, case):
         ModelError, match=rf"bad\.gguf' \([\d,]+ bytes\) is damaged or cut short: .*{message}.*; download"
     ):
         GGUFFile.read(tmp_path / "bad.gguf")
+
+
+def test_descriptions_may_be_in_any_encoding(layout, tmp_path):
+    layout.entries += [("general.author", scalar(STRING, b"Andr\xe9")), ("general.tags", array(STRING, [b"\xff"]))]
+    layout.write(tmp_path / "latin.gguf")
+    assert GGUFFile.read(tmp_path / "latin.gguf").get("general.author") == "Andr\ufffd"
+    open_model(tmp_path / "latin.gguf", device="cpu")
 
 
 def test_a_table_of_sequences_of_tokens_may_have_more_rows_than_other_tensors():

@@ -171,6 +171,15 @@ def test_characters_that_are_in_no_word_are_their_bytes():
     assert words_of(tokenizer, "<0xC3>", add_special_tokens=False) != ["<0xC3>"]
 
 
+def test_a_vocabulary_that_would_lose_characters_is_refused():
+    few = ["<s>", "</s>", "<0xC3>", *WORDS]
+    keys = {"tokens": few, "token_type": [CONTROL] * 2 + [NORMAL] * (len(few) - 2), "scores": [0.0] * len(few)}
+    with pytest.raises(ModelError, match=r"some\.gguf' has neither an unknown token nor a token for each byte"):
+        tokenizer_of(sentencepiece(**keys))
+    tokenizer = tokenizer_of(sentencepiece(**keys, unknown_token_id=0))
+    assert words_of(tokenizer, "hé", add_special_tokens=False)[-1] == "<s>"
+
+
 # U+2581 is how SentencePiece writes a space.
 @given(st.text(st.characters(exclude_characters="▁", exclude_categories=["Cs"]), max_size=40))
 @settings(max_examples=50, deadline=None)

@@ -123,12 +123,15 @@ class GGUFFile:
         return frozenset(tensor.name for tensor in self.tensors)
 
     def get(self, key: str, default: Any = None) -> Any:
-        """The metadata value `key` with decoded strings; `default` if the file lacks it."""
+        """The metadata value `key` with decoded strings; `default` if the file lacks it.
+
+        Descriptions in another encoding than UTF-8 have replaced characters; other text was checked.
+        """
         entry = self.metadata.get(key)
         if entry is None:
             return default
         if entry.types == (STRING,):
-            return entry.value.decode()
+            return entry.value.decode(errors="replace")
         if entry.types == (ARRAY, STRING):
             return _decoded(entry.value)
         return entry.value
@@ -160,7 +163,7 @@ def _decoded(texts: list[bytes]) -> list[str]:
         together = b"\0".join(texts).decode().split("\0")
         if len(together) == len(texts):
             return together
-    return [text.decode() for text in texts]
+    return [text.decode(errors="replace") for text in texts]
 
 
 def _read(path: Path) -> GGUFFile:

@@ -34,6 +34,8 @@ MOST_DIMENSIONS = 4
 #: Limit on the number of a tensor type; GGML has about 40.
 LARGEST_TYPE = 127
 _LENGTH = struct.Struct("<Q")
+#: Of the keys that describe a file, those whose text matters; others may be in any encoding.
+_DESCRIPTION, _READ = "general.", ("general.architecture", "general.type")
 
 
 class MalformedHeaderError(ValueError):
@@ -117,7 +119,7 @@ class HeaderCursor:
 
     def name(self, what: str, longest: int) -> str:
         """A printable string of 1 to `longest` bytes."""
-        text = self._string(longest, "for a name", what).decode()
+        text = self._text(longest, "for a name", what).decode()
         if not text or not text.isprintable():
             raise MalformedHeaderError(f"{what} is {text!r}; a name has printable characters")
         return text
@@ -125,7 +127,7 @@ class HeaderCursor:
     def _value(self, key: str) -> MetadataValue:
         (kind,) = self.unpack("<I")
         if kind == STRING:
-            return MetadataValue((kind,), self._string(LONGEST_STRING, f"in {key}", key))
+            return MetadataValue((kind,), self._text(LONGEST_STRING, f"in {key}", key))
         if kind != ARRAY:
             return MetadataValue((kind,), self._scalars(key, kind, 1)[0])
         element, count = self.unpack("<IQ")
@@ -161,17 +163,17 @@ class HeaderCursor:
             texts.append(content[begin:position])
         self.position = position
         # Check all at once that they are UTF-8; the zero byte ends an unfinished character.
-        if not _is_utf8(b"\0".join(texts)):
+        if _is_read(key) and not _is_utf8(b"\0".join(texts)):
             raise _not_utf8(key, next(text for text in texts if not _is_utf8(text)))
         return texts
 
-    def _string(self, longest: int, where: str, what: str) -> bytes:
+    def _text(self, longest: int, where: str, what: str) -> bytes:
         (length,) = self.unpack("<Q")
         begin, self.position = self.position, self.position + length
         if length > longest or self.position > len(self.content):
             raise self._too_long(length, begin, longest, where)
         text = self.content[begin : self.position]
-        if not _is_utf8(text):
+        if _is_read(what) and not _is_utf8(text):
             raise _not_utf8(what, text)
         return text
 
@@ -197,6 +199,10 @@ class HeaderCursor:
                 raise MalformedHeaderError(f"tensor {name!r} has type {kind}, which does not exist") from error
             raise UnknownTypeError(f"tensor {name!r} has type {kind}, which this version cannot read") from error
         return GGUFTensorEntry(name, fastest_first[::-1], quantization, offset)
+
+
+def _is_read(what: str) -> bool:
+    return what in _READ or not what.startswith(_DESCRIPTION)
 
 
 def _is_utf8(text: bytes) -> bool:

@@ -27,6 +27,8 @@ SENTENCEPIECE, BYTE_LEVEL, CHARACTERS = "llama", "gpt2", "gemma4"
 SPACE = "\u2581"
 # GPT-2's letters for the bytes that never occur in UTF-8.
 _LETTERS_OF_NO_TEXT = frozenset(map(chr, (0xC0, 0xC1, *range(0xF5, 0x100))))
+#: SentencePiece's tokens for the bytes of characters that are in no other.
+_BYTE_TOKENS = frozenset(f"<0x{byte:02X}>" for byte in range(256))
 _OTHERWISE = (
     "give the directory or hub id of the tokenizer in Hugging Face format as the model and this file as gguf_path"
 )
@@ -156,6 +158,11 @@ def _backend(file: GGUFFile, vocabulary: Vocabulary, pre: PreTokenizer | None) -
     else:
         adds_space = pre is None and _flag(file, "add_space_prefix", True)
         unknown = vocabulary.named.get("unk_token")
+        if unknown is None and not set(vocabulary.tokens) >= _BYTE_TOKENS:
+            raise ModelError(
+                f"{str(file.path)!r} has neither an unknown token nor a token for each byte, and text would lose "
+                "characters without a word; convert it again"
+            )
         backend = Tokenizer(
             _bpe(
                 file,
