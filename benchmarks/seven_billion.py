@@ -9,13 +9,15 @@ few cores, so every layer stores random keys and values instead, by the call wit
 prefill. The answer's queries score these keys as a real model's do (`benchmarks.attention_scores`). A question of 16
 tokens and some decoded tokens follow; with `--tokens 1024` these take little more than their weights. "Peak" is the
 process's largest resident memory, including the interpreter and its libraries; the C library returns freed memory at
-once, as in `benchmarks.prefill_memory`. A prefill needs additional memory, which `hetero-kv plan` shows; with fewer
-layers, contexts of a million tokens fit, whose tokens take a layer's time and the rest's, as runs of two depths tell.
+once, as in `benchmarks.prefill_memory`, until the first tokens are decoded. It keeps freed memory, as by default, while
+the others are timed. A prefill needs additional memory, which `hetero-kv plan` shows; with fewer layers, contexts of a
+million tokens fit, whose tokens take a layer's time and the rest's, as runs of two depths tell.
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
 import os
 import shutil
@@ -44,7 +46,10 @@ RUN = 32
 _BASE, _SLOW, _BIAS = 1e6, 24, 8.0
 HIDDEN, INNER, LAYERS, HEADS, KV_HEADS, DIM, VOCABULARY = 3584, 18944, 28, 28, 4, 128, 152_064
 GOAL = 6e9
-QUESTION, ANSWER = 16, 12
+QUESTION, FIRST, ANSWER = 16, 3, 9
+"""Tokens of the question, of the answer's start, which load kernels and libraries, and of its rest, which are timed."""
+# Options of `mallopt` in the GNU C library, and from how many bytes on it returns freed memory at most by default.
+_TRIM, _MMAP, _MOST_KEPT = -1, -3, 1 << 25
 _ROWS = {
     "attn_q": (HEADS * DIM, HIDDEN), "attn_k": (KV_HEADS * DIM, HIDDEN), "attn_v": (KV_HEADS * DIM, HIDDEN),
     "attn_output": (HIDDEN, HEADS * DIM), "ffn_gate": (INNER, HIDDEN), "ffn_up": (INNER, HIDDEN),
@@ -179,28 +184,35 @@ def measured(path: str, tokens: int, kv_type: str, recipe: str) -> dict[str, flo
     with torch.no_grad():
         injection.compile_kernels()
         cache = HeteroCache(model, tokens)
-        fill(cache, injection, tokens - QUESTION - ANSWER, model.dtype)
+        fill(cache, injection, tokens - QUESTION - FIRST - ANSWER, model.dtype)
         ids = torch.randint(0, VOCABULARY, (1, QUESTION), generator=torch.Generator().manual_seed(0))
-        times: list[float] = []
 
         def forward() -> None:
             nonlocal ids
             ids = model(ids, past_key_values=cache, logits_to_keep=1).logits.argmax(-1)
 
         question = seconds(forward)
-        times.extend(seconds(forward) for _ in range(ANSWER))
-    weights = LoadedWeights.of(model).size
-    stored = cache.get_seq_length()
-    # The first tokens load kernels and libraries.
-    token = statistics.median(times[3:])
+        for _ in range(FIRST):
+            forward()
+        peak = peak_bytes()
+        keep_freed_memory()
+        token = statistics.median(seconds(forward) for _ in range(ANSWER))
     return {
-        "weights": weights,
+        "weights": LoadedWeights.of(model).size,
         "loaded": loaded,
-        "stored_tokens": stored,
-        "peak": peak_bytes(),
+        "stored_tokens": cache.get_seq_length(),
+        "peak": peak,
         "question": question,
         "token": token,
     }
+
+
+def keep_freed_memory() -> None:
+    """Let the GNU C library reuse freed memory, as it does by default; others have nothing to undo."""
+    library = ctypes.CDLL(None)
+    if hasattr(library, "mallopt"):
+        library.mallopt(_MMAP, _MOST_KEPT)
+        library.mallopt(_TRIM, 2 * _MOST_KEPT)
 
 
 def main() -> None:
