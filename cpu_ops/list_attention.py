@@ -246,7 +246,7 @@ def _region(
                 if by_token:
                     accumulate_rows_at(
                         lanes, value_storage, v_dim, group, tile_queries, row_size, columns, scores, tile_scores,
-                        values, places, count, sums,
+                        values, places, None, count, sums,
                     )  # fmt: skip
                 else:
                     following = np.int64(block_ids[row, which, min(entry + 1, entries - 1)]) * kv_heads + head

@@ -144,6 +144,7 @@ def _region(instructions: str, storage: str, group: int, v_dim: int) -> Any:
         shares = np.empty((group, _AT_ONCE), np.float32)
         lse, mass, most = np.empty(group, np.float32), np.empty(group, np.float32), np.empty(group, np.float32)
         largest, of_rest = np.empty(_AT_ONCE, np.float32), np.empty(_AT_ONCE + 1, np.int64)
+        next_rows = np.empty(_AT_ONCE, np.int64)
         for index in range(lists):
             row, head = index // kv_heads, index % kv_heads
             own = np.int64(counts[row])
@@ -157,9 +158,6 @@ def _region(instructions: str, storage: str, group: int, v_dim: int) -> Any:
             sums[:] = 0
             for begin in range(start, stop if estimates else start, _AT_ONCE):
                 count = min(_AT_ONCE, stop - begin)
-                for each in range(begin + _AT_ONCE, min(begin + 2 * _AT_ONCE, stop)):
-                    following = np.int64(table[row, each]) * value_means.shape[1] + head
-                    prefetch(value_means, following * value_means.shape[3], value_means.shape[3])
                 for g in range(group):
                     for each in range(count):
                         shares[g, each] = (weights[row, head, g, begin + each] - most[g]) * LOG2_E
@@ -179,9 +177,14 @@ def _region(instructions: str, storage: str, group: int, v_dim: int) -> Any:
                         factors[tile, place * row_size + lane] = shares[g, of_rest[place]]
                 for place in range(found):
                     of_rest[place] = np.int64(table[row, begin + of_rest[place]]) * value_means.shape[1] + head
+                for place in range(_AT_ONCE):
+                    following = min(begin + _AT_ONCE + place, stop - 1)
+                    next_rows[place] = np.int64(table[row, following]) * value_means.shape[1] + head
+                    if place >= found:
+                        prefetch(value_means, next_rows[place] * value_means.shape[3], value_means.shape[3])
                 accumulate_rows_at(
                     lanes, storage, v_dim, group, tile_queries, row_size, columns, factors, _AT_ONCE * row_size,
-                    value_means, of_rest, found, sums,
+                    value_means, of_rest, next_rows, found, sums,
                 )  # fmt: skip
             if stop - start == own:
                 _keep(sums, lse, mass, whole_out[row, head], whole_lse[row, head], whole_mass[row, head])

@@ -181,9 +181,13 @@ def _times(builder: ir.IRBuilder, step: ir.Value | int, count: int) -> ir.Value 
 def emit_accumulate_rows(
     v: Vectors, storage: str, size: int, rows: int, pitch: int, most: int, stretch: int,
     p: ir.Value, values: ir.Value, count: ir.Value, sums: ir.Value, ahead: ir.Value, places: ir.Value | None = None,
-    apart: ir.Value | int = 1,
+    apart: ir.Value | int = 1, next_places: ir.Value | None = None,
 ) -> None:  # fmt: skip
-    """Emit the code of `accumulate_rows`, on pointers; places: int64, row indices in `values` (None: in order)."""
+    """Emit the code of `accumulate_rows`, on pointers.
+
+    places: int64, row indices in `values` (None: in order). next_places: int64, indices of rows of `stretch` bytes in
+    `ahead` (None: in order).
+    """
     builder, kind = v.builder, STORAGE_TYPES[storage]
     pieces = [(start, min(v.lanes, size - start)) for start in range(0, size, v.lanes)]
     tiles = [pieces[first : first + most] for first in range(0, len(pieces), most)]
@@ -193,7 +197,8 @@ def emit_accumulate_rows(
         targets = [offset(builder, sums, g * size + start) for g, start, _ in cells]
         slots = v.slots([v.load(target, part) for target, (_, _, part) in zip(targets, cells, strict=True)])
         with cgutils.for_range(builder, count) as loop:
-            ahead_row = offset(builder, ahead, builder.mul(loop.index, integer(stretch)))
+            next_row = loop.index if next_places is None else builder.load(offset(builder, next_places, loop.index))
+            ahead_row = offset(builder, ahead, builder.mul(next_row, integer(stretch)))
             for place in lines[number :: len(tiles)]:
                 prefetch_line(builder, offset(builder, ahead_row, place))
             row = loop.index if places is None else builder.load(offset(builder, places, loop.index))
@@ -252,9 +257,12 @@ def accumulate_rows(
 
 @intrinsic(prefer_literal=True)
 def accumulate_rows_at(
-    typingctx, lanes, storage, dim, group, queries, row, columns, p, p_tile, values, places, count, sums
+    typingctx, lanes, storage, dim, group, queries, row, columns, p, p_tile, values, places, next_places, count, sums
 ):
-    """As `accumulate_rows`, for the value rows places[t], int64, t < count, without prefetching; p_at is 0."""
+    """As `accumulate_rows`, for the value rows places[t], int64, t < count; p_at is 0.
+
+    Meanwhile the rows next_places[t] are prefetched (None: none are).
+    """
     width, name, size, of_group, of_tile, pitch, most = (
         a.literal_value for a in (lanes, storage, dim, group, queries, row, columns)
     )
@@ -263,23 +271,27 @@ def accumulate_rows_at(
         p_pointer = array_pointer(context, builder, p, arguments[7], integer(0))
         v_pointer = array_pointer(context, builder, values, arguments[9], integer(0))
         place_pointer = array_pointer(context, builder, places, arguments[10], integer(0))
-        s_pointer = array_pointer(context, builder, sums, arguments[12], integer(0))
-        nothing = byte_pointer(builder, v_pointer)
-        v = Vectors(builder, width)
+        s_pointer = array_pointer(context, builder, sums, arguments[13], integer(0))
+        v, stretch, next_pointer = Vectors(builder, width), 0, None
+        if next_places != types.none:
+            kind = STORAGE_TYPES[name]
+            stretch = kind.units(size) * kind.kernel_dtype.itemsize
+            next_pointer = array_pointer(context, builder, next_places, arguments[11], integer(0))
 
         def add(tile: ir.Value, rows: int) -> None:
             weights = offset(builder, p_pointer, builder.mul(tile, arguments[8]))
             target = offset(builder, s_pointer, builder.mul(tile, integer(of_tile * size)))
             emit_accumulate_rows(
-                v, name, size, rows, pitch, most, 0, weights, v_pointer, arguments[11], target, nothing, place_pointer
-            )
+                v, name, size, rows, pitch, most, stretch, weights, v_pointer, arguments[12], target,
+                byte_pointer(builder, v_pointer), place_pointer, next_places=next_pointer,
+            )  # fmt: skip
 
         emit_tiles(builder, of_group, of_tile, add)
         return context.get_dummy_value()
 
     at = types.int64
     literals = lanes, storage, dim, group, queries, row, columns
-    return types.none(*literals, p, at, values, places, at, sums), codegen
+    return types.none(*literals, p, at, values, places, next_places, at, sums), codegen
 
 
 @intrinsic
